@@ -149,6 +149,7 @@ METHOD_FACTS = {
     ),
     "DSPARK": MethodFacts(
         draft_kinds=(DraftKind.DSPARK,),
+        is_trained=True,
         takes_token_map=True,
         block=BlockFlag("speculative_dspark_block_size", first_guess=0),
         numbers=(7, 1, 8),  # a published block

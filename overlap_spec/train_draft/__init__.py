@@ -6,7 +6,7 @@ answers.py   scheduler and worker in this process: answers, then hidden states i
 samples.py   answers without repetition loops, the draft vocabulary, batches
 head.py      what a method gives the loop; the parts of the target that it reads
 eagle3.py    EAGLE-3: training-time test; a head that is loaded, under the names of its checkpoint
-dflash.py    DFlash: blocks of masks
+dflash.py    DFlash and DSpark: blocks of masks
 steps.py     gradients and the optimiser; on a GPU as graphs
 state.py     a checkpoint's tensors and config, as SpecForge has them, and what a later run goes on from
 loop.py      rounds, the time limit, held-out prompts

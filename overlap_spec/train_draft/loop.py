@@ -24,13 +24,14 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.drafts.dflash import load_dflash
+from overlap_spec.models.drafts.dspark import load_dspark
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
 from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say, refuse_ranks
-from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash
+from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
 from overlap_spec.train_draft.prompts import PromptFile
@@ -244,7 +245,8 @@ class Run:
         else:
             mask = unused_token(answered.samples, target.vocab_size) if kept is None else kept["mask"]
             block = order.block_size if kept is None else kept["block_size"]
-            head = DFlash(frozen, self._aux_layers, self._num_layers, block, mask, order.seed)
+            of_kind = DSpark if order.kind is DraftKind.DSPARK else DFlash
+            head = of_kind(frozen, self._aux_layers, self._num_layers, block, mask, order.seed)
         return head, kept
 
     def _check_loads(self) -> None:
@@ -253,7 +255,7 @@ class Run:
         if self._order.kind is DraftKind.EAGLE_3:
             load_eagle3(source, self._target)
         else:
-            load_dflash(source, self._target, 2)
+            (load_dspark if self._order.kind is DraftKind.DSPARK else load_dflash)(source, self._target, 2)
 
     def _too_short(self, what: str) -> ConfigError:
         spent = time.monotonic() - self._order.started

@@ -1,9 +1,9 @@
 """What a training run leaves: the checkpoint, and beside it what a later run goes on from.
 
 The checkpoint is in the layouts that SpecForge writes, so that other engines load it too. EAGLE-3:
-`LlamaForCausalLMEagle3` with `midlayer.*`, `d2t` and `t2d`. DFlash: `DFlashDraftModel` with Qwen3's layers. Embedding
-and, for DFlash, the head are the target's and not in the file. Layer ids name outputs: 0 is the residual after the
-first layer.
+`LlamaForCausalLMEagle3` with `midlayer.*`, `d2t` and `t2d`. DFlash: `DFlashDraftModel` with Qwen3's layers; DSpark:
+`DSparkDraftModel`, which has a Markov and a confidence head, too. Embedding and, for these two, the head are the
+target's and not in the file. Layer ids name outputs: 0 is the residual after the first layer.
 
     DIR/config.json, DIR/model.safetensors     the draft, as engines load it
     DIR/resume/answers.pt                      the target's answers as token ids: no hidden state is kept

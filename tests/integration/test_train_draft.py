@@ -1,5 +1,6 @@
 """`train-draft` from its flags to a draft that serves: hidden states, refusals, and heads that have learnt."""
 
+import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -9,20 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.replayed_parts import ReplayedParts
 from support.solo import Solo, SoloAnswer
 from support.tiny.models import load_tiny_target, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
+from torch import Tensor
 
 from overlap_spec.config import EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
-from overlap_spec.entrypoints.cli import main
+from overlap_spec.entrypoints.cli import main, train_draft
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.models.drafts.dspark import BiasedLogits
+from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.train_draft import answers, state
 from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine
+from overlap_spec.train_draft.dflash import DSpark
+from overlap_spec.train_draft.head import Batch, Frozen
+from overlap_spec.train_draft.state import draft_config, layer_numbers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.warmup import capture_graphs
@@ -48,14 +55,14 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def whole_forward(tokens: list[int]) -> TargetOutput:
+def whole_forward(tokens: list[int], target: LoadedTarget = LOADED) -> TargetOutput:
     """All tokens at once, in pages of their own."""
     count = len(tokens)
-    cache = KVCache.allocate(LOADED.kv_shape, 1 + count, 1, torch.float64, torch.device("cpu"))
+    cache = KVCache.allocate(target.kv_shape, 1 + count, 1, target.embedding.dtype, torch.device("cpu"))
     at = torch.arange(count)
     rows = RowBatch(at, None, 1 + at[None].int(), None, count, True).placed(1)
     with torch.inference_mode():
-        return LOADED.attach(cache, count, AUX).forward(torch.tensor(tokens), rows)
+        return target.attach(cache, count, AUX).forward(torch.tensor(tokens), rows)
 
 
 def captured(settings: Settings, executor: Executor, geometry: Geometry) -> None:
@@ -136,12 +143,12 @@ def train(target: Path, directory: Path, *flags: str, method: str = "EAGLE3", co
 
 
 REFUSED = {
-    "--method: DSPARK cannot be trained yet; use EAGLE3 or DFLASH": ("DSPARK", ()),
-    "--method: must be EAGLE3 or DFLASH, got 'EAGLE'": ("EAGLE", ()),
+    "--method: must be EAGLE3 or DFLASH or DSPARK, got 'EAGLE'": ("EAGLE", ()),
     "--time-limit: must be seconds, or a number with s, m or h, got '8x'": ("EAGLE3", ("--time-limit", "8x")),
     "--time-limit: must be seconds, or a number with s, m or h, got '0'": ("EAGLE3", ("--time-limit", "0")),
     "--draft-vocab-size: does not go with DFLASH; leave it out": ("DFLASH", ("--draft-vocab-size", "64")),
     "--speculative-dflash-block-size: does not go with EAGLE3": ("EAGLE3", ("--speculative-dflash-block-size", "4")),
+    "--speculative-dflash-block-size: does not go with DSPARK": ("DSPARK", ("--speculative-dflash-block-size", "4")),
     "--speculative-dflash-block-size: must be at least 2, got 1": ("DFLASH", ("--speculative-dflash-block-size", "1")),
     "--speculative-draft-model-path: does not go with DFLASH": ("DFLASH", ("--speculative-draft-model-path", "/head")),
     "--draft-vocab-size: a head to begin with has its own vocabulary": (
@@ -164,6 +171,17 @@ def test_what_cannot_be_had_is_refused_by_name(
     assert message in capsys.readouterr().err and not (tmp_path / "draft").exists()
 
 
+@pytest.mark.parametrize(("words", "rows"), [("DFLASH", 8), ("DSPARK", 7), ("EAGLE3", 0), ("DSPARK 4", 4)])
+def test_a_block_is_by_default_as_long_as_its_methods_window(words: str, rows: int) -> None:
+    parser = argparse.ArgumentParser()
+    train_draft.add_arguments(parser)
+    method, *given = words.split()
+    flags = [f"--speculative-dspark-block-size={given[0]}"] if given else []
+    asked = parser.parse_args(["--method", method, "--prompts", "p", "--output", "o", *flags])
+    train_draft.check_arguments(asked)
+    assert train_draft.block_size(asked) == rows
+
+
 def test_bad_input_is_named_and_loses_nothing(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(target, tmp_path, "--time-limit", "0.01s", count=40) == 2
     assert "--time-limit: 0.01 s are too short for one round" in capsys.readouterr().err
@@ -181,14 +199,49 @@ def engine_with(target: Path, method: str, draft: Path, *numbers: int) -> Solo:
     return Solo(resolve_model(config), dtype="float32", device="cpu", **({"speculative_algorithm": "NONE"} | flags))
 
 
+def test_logits_in_training_are_the_drafts_that_serves(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, every tensor of a DSpark draft random, guesses as the tokens before the next."""
+    loaded = load_tiny_target(TARGET, torch.float32)
+    frozen = Frozen.of(loaded, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 64)
+    head, random_ = DSpark(frozen, AUX, 2, 4, 5), torch.Generator().manual_seed(1)
+    for tensor in head.tensors.values():
+        drawn = torch.randn(tensor.shape, generator=random_)
+        drawn = 1 + 0.3 * drawn if tensor.dim() == 1 else drawn * tensor.shape[1] ** -0.5
+        tensor.data.copy_(drawn.bfloat16())  # as it is written
+    state.write_draft(tmp_path, head)
+    found, compute = list[Tensor](), BiasedLogits.compute
+    monkeypatch.setattr(BiasedLogits, "compute", lambda logits: found.append(compute(logits)) or found[-1])
+    prompt = [7, 30, 55, 9]
+    with closing(engine_with(target, "DSPARK", tmp_path, 4, 1, 5)) as engine:
+        answer = engine.answer(prompt, SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True))
+    tokens, root = [*prompt, *answer.tokens], len(prompt)
+    steps = [guesses for guesses in answer.guesses if len(guesses) == 4]
+    assert len(steps) > 8
+    for step, guesses in enumerate(steps):
+        seen = whole_forward(tokens[:root], loaded)
+        aux, hidden = (F.pad(rows, (0, 0, 0, 5)).clone()[None] for rows in (seen.aux, seen.hidden))
+        given = torch.tensor([[*tokens[: root + 1], *guesses]])
+        batch = Batch(given, aux, hidden, torch.tensor([root + 5]), torch.tensor([len(prompt)]))
+        weights = head._weights()
+        rows = head._block_rows(weights, batch, torch.tensor([[root]]))
+        ours = F.linear(head._inputs(weights, rows, given[:, None, root:-1]), head._head(weights))[0, 0]
+        theirs = torch.cat(found[4 * step : 4 * step + 4])
+        torch.testing.assert_close(ours.detach(), theirs, atol=1e-4, rtol=0)
+        root += len(answer.runs[step])
+
+
 def committed_per_step(answers: list[SoloAnswer]) -> float:
     """As the engine counts it: runs are cut where their answer ends."""
     return sum(len(answer.tokens) - 1 for answer in answers) / sum(len(answer.runs) for answer in answers)
 
 
 CASES = {
-    "EAGLE3": ((7, 1, 8), ("--max-steps", "80"), 1.5),
-    "DFLASH": ((3, 1, 4), ("--max-steps", "120", "--speculative-dflash-block-size", "4"), 1.2),
+    "EAGLE3": ((7, 1, 8), ("--max-steps", "80"), 1.1, 1.5),
+    "DFLASH": ((3, 1, 4), ("--max-steps", "120", "--speculative-dflash-block-size", "4"), 1.1, 1.2),
+    # Its first row is the root's, and begins as the target's last layers.
+    "DSPARK": ((3, 1, 4), ("--max-steps", "120", "--speculative-dspark-block-size", "3"), 2.0, 2.4),
 }
 
 
@@ -198,12 +251,12 @@ def test_a_draft_that_was_trained_guesses_for_prompts_it_has_not_seen(
     method: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine accepts as many guesses as the trainer has measured, and its tokens are plain decoding's."""
-    numbers, flags, least = CASES[method]
+    numbers, flags, most_untrained, least = CASES[method]
     given = ("--time-limit", "9m", "--learning-rate", "0.01", "--max-new-tokens", "32", *flags)
     assert train(target, tmp_path, *given, method=method) == 0
     *_, last, _ = capsys.readouterr().err.splitlines()
     measured, untrained = (float(word.strip("()")) for word in (last.split()[9], last.split()[11]))
-    assert measured > least > 1.1 > untrained
+    assert measured > least > most_untrained > untrained
     _, _, held_out = state.read_answers(tmp_path / "draft")
     served: dict[bool, list[SoloAnswer]] = {}
     for speculates in (False, True):
@@ -245,3 +298,17 @@ def test_a_run_goes_on_where_another_has_ended(
     assert float(line.split()[11].strip("()")) == pytest.approx(float(last.split()[9]), rel=0.05)
     other = state.read_training(tmp_path / "second" / "draft")
     assert other is not None and torch.equal(other["ids"], before["ids"])
+
+
+@pytest.mark.full
+def test_a_block_draft_goes_on_with_its_own_block_size(target: Path, tmp_path: Path) -> None:
+    given = ("--time-limit", "9m", "--max-new-tokens", "16", "--max-steps", "3")
+    assert train(target, tmp_path, *given, "--speculative-dspark-block-size", "4", method="DSPARK", count=60) == 0
+    before = state.read_training(tmp_path / "draft")
+    assert train(target, tmp_path, *given, "--resume", method="DSPARK", count=60) == 0
+    after = state.read_training(tmp_path / "draft")
+    assert before is not None and after is not None
+    assert (before["steps"], after["steps"], after["block_size"], after["mask"]) == (3, 6, 4, before["mask"])
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["block_size"] == 4
+    assert float(after["optimiser"]["state"][0]["step"]) == 6.0
+    assert all(not torch.equal(tensor, before["tensors"][name]) for name, tensor in after["tensors"].items())

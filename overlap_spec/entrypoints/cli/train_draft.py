@@ -20,7 +20,7 @@ from overlap_spec.config import EngineConfig, facts_of
 from overlap_spec.config.fields import config_fields
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import BLOCK_FLAGS, methods_where
-from overlap_spec.entrypoints.cli.flags import UsageError, add_flag, engine_config
+from overlap_spec.entrypoints.cli.flags import UsageError, add_flag, engine_config, flag_name
 from overlap_spec.entrypoints.cli.progress import shown_progress
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import NO_METHOD
@@ -36,7 +36,6 @@ FLAGS = (  # the engine's that go with training
     "random_seed",
 )
 TRAINED = tuple(methods_where("is_trained"))
-PLANNED = tuple(name for name in BLOCK_FLAGS if name not in TRAINED)
 MOST_CONTEXT = 1024  # tokens of a prompt and its answer, where --context-length does not say
 READ_TOGETHER = 8192  # the engine's context on a GPU, which bounds a prefill step of several answers, too
 MEMORY = 0.4  # of a GPU's, for weights and caches: training needs the rest
@@ -55,13 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-steps", type=int, metavar="N", help="of training, if the time does not end before")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
     parser.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens that a chain guesses among")
-    parser.add_argument(
-        "--speculative-dflash-block-size",
-        dest="dflash_block_size",
-        type=int,
-        metavar="N",
-        help="rows of a block, the root included (default: 8)",
-    )
+    for name, block in BLOCK_FLAGS.items():
+        parser.add_argument(flag_name(block.field), dest=name, type=int, metavar="N", help=f"{name}: rows of a block")
     parser.add_argument(
         "--speculative-draft-model-path",
         dest="begins_with",
@@ -125,7 +119,7 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         most_tokens=most_tokens,
         max_new_tokens=arguments.max_new_tokens,
         draft_vocab_size=arguments.draft_vocab_size or 0,
-        block_size=arguments.dflash_block_size or 8,
+        block_size=block_size(arguments),
         begins_with=arguments.begins_with or "",
         learning_rate=arguments.learning_rate or 0.0,
         seed=settings.scheduler.seed or 0,
@@ -133,18 +127,24 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
     return Run(order, settings, codec, prompts, Lines(progress))
 
 
+def block_size(arguments: argparse.Namespace) -> int:
+    """Rows; by default, of the method's usual window. 0: it guesses no blocks."""
+    facts = facts_of(arguments.method)
+    if facts.block is None or facts.numbers is None:
+        return 0
+    return getattr(arguments, arguments.method) or facts.numbers[0] + facts.block.first_guess
+
+
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises: UsageError naming what cannot be had."""
     method = arguments.method
-    if method in PLANNED:
-        raise UsageError(f"--method: {method} cannot be trained yet; use {' or '.join(TRAINED)}")
     if method not in TRAINED:
         raise UsageError(f"--method: must be {' or '.join(TRAINED)}, got {method!r}")
-    blocks = facts_of(method).block is not None
+    blocks = method in BLOCK_FLAGS
     for flag, value, goes in (
         ("--draft-vocab-size", arguments.draft_vocab_size, not blocks),
         ("--speculative-draft-model-path", arguments.begins_with, not blocks),
-        ("--speculative-dflash-block-size", arguments.dflash_block_size, blocks),
+        *((flag_name(b.field), getattr(arguments, name), name == method) for name, b in BLOCK_FLAGS.items()),
     ):
         if value is not None and not goes:
             raise UsageError(f"{flag}: does not go with {method}; leave it out")

@@ -17,10 +17,11 @@ import overlap_spec
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.drafts.dflash import load_dflash
+from overlap_spec.models.drafts.dspark import load_dspark
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.dflash import DFlash
+from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3
 from overlap_spec.train_draft.head import Frozen, dense
 from overlap_spec.train_draft.samples import Sample
@@ -113,6 +114,27 @@ def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
     )
     loaded = load_dflash(DraftSource.for_target(str(tmp_path), LOADED), LOADED, 8)
     assert (loaded.aux_layers, loaded.mask_token, len(loaded.layers)) == ((1, 3, 5), 5, 3)
+
+
+def test_a_dspark_draft_has_specforges_layout(tmp_path: Path) -> None:
+    state.write_draft(tmp_path, DSpark(frozen_of(), aux_layers_of(8, DraftKind.DSPARK, 3), 3, 7, 5))
+    config, tensors = stored(tmp_path)
+    layout, own = LAYOUTS["DSPARK"], config["dflash_config"]
+    named = {name: shape for name, shape in layout["tensors"].items() if name not in layout["not_in_specforge"]}
+    of_layers = layout | {"tensors": named, "tensors_of_a_layer": LAYOUTS["DFLASH"]["tensors_of_a_layer"]}
+    rank = own["markov_rank"]
+    sizes = sizes_of(config, len(own["target_layer_ids"])) | {"r": rank, "H+r": config["hidden_size"] + rank, "1": 1}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes_of(of_layers, sizes, 3)
+    assert config["architectures"] == layout["in_specforge"]["architectures"]
+    assert set(layout["in_specforge"]["dflash_config"]) - {"attention_mode"} == set(own)
+    given = {key: value for key, value in layout["config"].items() if key in config and value is not None}
+    other = ("architectures", "layer_types")
+    assert {key: config[key] for key in given if key not in other} == {
+        key: value for key, value in given.items() if key not in other
+    }
+    loaded = load_dspark(DraftSource.for_target(str(tmp_path), LOADED), LOADED, 7)
+    assert (loaded.backbone.aux_layers, loaded.backbone.mask_token, loaded.backbone.num_rows) == ((1, 3, 5), 5, 7)
+    assert type(loaded.markov).__name__ == "VanillaMarkov"
 
 
 def test_a_head_begins_with_the_targets_last_layer() -> None:

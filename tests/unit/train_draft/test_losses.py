@@ -7,14 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.reference.dflash import ReferenceDFlash
+from support.reference.dspark import ReferenceDSpark
 from support.reference.eagle3 import ReferenceHead
 from support.tiny.models import VOCAB, load_tiny_target, tiny_target
 from torch import Tensor
 
-from overlap_spec.train_draft.dflash import DFlash
+from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import DECAY, STEPS, Eagle3
 from overlap_spec.train_draft.head import Batch, Frozen, accept_length
 from overlap_spec.train_draft.state import draft_config, layer_numbers
+from overlap_spec.train_draft.steps import Steps
 
 TARGET = tiny_target(7, layers=4)
 LOADED = load_tiny_target(TARGET)
@@ -120,15 +122,23 @@ def dflash() -> DFlash:
     return randomised(DFlash(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]
 
 
-def block_logits(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
-    """Shapes: -> [R, V]."""
+def _block(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
+    """After the final norm. Shapes: -> [R, H]."""
+    token = given.tokens[sample, root]
+    return reference_of(head).hidden(given.aux[sample, None], torch.tensor([root]), token[None], BLOCK)[0]
+
+
+def reference_of(head: DFlash) -> ReferenceDFlash:
     config = TARGET.config | {
         "num_hidden_layers": LAYERS,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(AUX)},
     }
-    reference = ReferenceDFlash(in_float64(head), config, EMBED, HEAD)
-    token = given.tokens[sample, root]
-    return reference.logits(given.aux[sample, None], torch.tensor([root]), token[None], BLOCK)[0]
+    return ReferenceDFlash(in_float64(head), config, EMBED, HEAD)
+
+
+def block_logits(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
+    """Shapes: -> [R, V]."""
+    return _block(head, given, sample, root) @ HEAD.T
 
 
 def test_dflashs_loss_is_that_of_its_blocks(dflash: DFlash) -> None:
@@ -168,6 +178,69 @@ def test_dflashs_accepted_guesses_are_those_of_its_blocks(dflash: DFlash) -> Non
             seen.add(expected)
             assert int(accepted[sample, root]) == expected, (sample, root)
     assert len(seen) > 1
+
+
+@pytest.fixture(scope="module")
+def dspark() -> DSpark:
+    return randomised(DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]
+
+
+def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
+    """Of each guess by the answer's token before it: a tenth of cross-entropy, nine of distance, and the confidence."""
+    given, errors, weights = batch(), 0.0, 0.0
+    tensors, reference = in_float64(dspark), ReferenceDSpark(reference_of(dspark), "vanilla")
+    roots = dspark._drawn_roots(given, torch.Generator().manual_seed(4))
+    for sample, length in enumerate(LENGTHS):
+        for root in roots[sample].tolist():
+            rows = _block(dspark, given, sample, root)
+            for row, place in enumerate(range(root + 1, min(root + 1 + BLOCK, length))):
+                before = int(given.tokens[sample, place - 1])
+                logits = rows[row] @ HEAD.T + reference._bias(before, rows[row], rows[row])[0]
+                probs = (given.hidden[sample, place - 1] @ HEAD.T).softmax(0)
+                distance = (logits.softmax(0) - probs).abs().sum()
+                read = torch.cat((rows[row], tensors["markov_head.markov_w1.weight"][before]))
+                sure = tensors["confidence_head.proj.weight"] @ read + tensors["confidence_head.proj.bias"]
+                accepted = sure.sigmoid(), 1 - distance / 2
+                doubt = -(accepted[1] * accepted[0].log() + (1 - accepted[1]) * (1 - accepted[0]).log())
+                error = 0.1 * F.cross_entropy(logits, given.tokens[sample, place]) + 0.9 * distance + doubt
+                weight = math.exp(-row / ((BLOCK + 1) / 2))
+                errors, weights = errors + weight * float(error), weights + weight
+    loss = dspark.loss(given, torch.Generator().manual_seed(4))
+    torch.testing.assert_close(float(loss.detach()), errors / weights, rtol=1e-5, atol=0)
+    loss.backward()
+    assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in dspark.tensors.values())
+
+
+def test_dsparks_accepted_guesses_are_those_of_its_blocks(dspark: DSpark) -> None:
+    given, reference = batch(3), ReferenceDSpark(reference_of(dspark), "vanilla")
+    with torch.no_grad():
+        for sample, length in enumerate(LENGTHS):
+            for place in range(2, length):
+                if place % 4:
+                    guesses, _ = reference.guess(
+                        _block(dspark, given, sample, place - 1), int(given.tokens[sample, place - 1])
+                    )
+                    given.tokens[sample, place] = guesses[0]
+    accepted, seen = dspark.accepted(given), set()
+    for sample, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
+        for root in range(start, length - 1):
+            guesses, _ = reference.guess(_block(dspark, given, sample, root), int(given.tokens[sample, root]))
+            pairs = list(zip(guesses, given.tokens[sample, root + 1 : length].tolist(), strict=False))
+            expected = next((n for n, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+            seen.add(expected)
+            assert int(accepted[sample, root]) == expected, (sample, root)
+    assert len(seen) > 1
+
+
+def test_dsparks_loss_falls_and_its_bias_learns() -> None:
+    given, head = batch(), DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK)
+    steps = Steps(head.tensors)
+    steps.set_rate(3e-3)
+    losses = [float(steps.take(lambda: head.loss(given, torch.Generator().manual_seed(4)))) for _ in range(40)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert all(
+        head.tensors[f"{name}.weight"].abs().sum() > 0 for name in ("markov_head.markov_w2", "confidence_head.proj")
+    )
 
 
 def test_an_accept_length_is_what_the_engine_would_commit() -> None:
