@@ -270,6 +270,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         level_rows=draft.step_rows,
         block_flag="" if draft.block is None else draft.block.flag,
         is_tree=draft.tree is not None,
+        branch=settings.spec.num_copied,
         history=settings.model.max_len if settings.logit_processor else 0,
         column_bytes=needs.column_bytes,
         slot_bytes=needs.slot_bytes,

@@ -26,7 +26,7 @@ COUNT_BYTES = torch.int32.itemsize
 DRAWN_BYTES = 96  # of a logit in a slice: filters hold 48 in tensors of their own, and a sort on a GPU the rest
 HISTORY_BYTES = 48  # of a row and a token before it, in a logit processor of one's own
 OTHER_BYTES = 128 * MIB  # of libraries and attention
-ADVICE = "lower --max-total-tokens or --speculative-num-draft-tokens, or use a 16-bit --dtype"
+ADVICE = "lower --max-total-tokens or --speculative-num-steps, or use a 16-bit --dtype"
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class Demand:
     level_rows: int = 1  # rows of each slot in a draft step
     block_flag: str = ""  # that sets the rows of a block, by which the window goes; "": the draft guesses none
     is_tree: bool = False  # guesses are trees
+    branch: int = 0  # guesses of each window that --speculative-fuse-ngram adds
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
     slot_bytes: int = 0  # of features, for each slot
@@ -224,12 +225,7 @@ def savings(demand: Demand) -> list[MemorySaving]:
 
 
 def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    window = next((width for width in WINDOWS if width < demand.width), None)
-    if window is not None and demand.block_flag and not demand.is_tree:
-        rows = window - (demand.width - demand.scratch_rows)
-        yield f"{demand.block_flag} {rows}", replace(demand, width=window, scratch_rows=rows, level_rows=rows)
-    elif window is not None:
-        yield f"--speculative-num-draft-tokens {window}", replace(demand, width=window)
+    yield from _narrower(demand)
     if demand.scratch_rows and not demand.block_flag:
         yield "--speculative-eagle-topk 1", replace(demand, scratch_rows=0)
     if demand.draft_log.capacity:
@@ -249,6 +245,24 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.width > 1:
         plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, draft_log=NO_LOG)
         yield "--speculative-algorithm NONE", plain
+
+
+def _narrower(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    """A narrower window, by the flag that has an effect on it."""
+    window = next((width for width in WINDOWS if width < demand.width), None)
+    if window is None:
+        return
+    if demand.branch:
+        fewer = max(1, demand.branch - (demand.width - window))
+        width = demand.width - demand.branch + fewer
+        yield f"--speculative-fuse-ngram {fewer}", replace(demand, width=width, branch=fewer)
+    elif demand.block_flag and not demand.is_tree:
+        rows = window - (demand.width - demand.scratch_rows)
+        yield f"{demand.block_flag} {rows}", replace(demand, width=window, scratch_rows=rows, level_rows=rows)
+    elif demand.is_tree or demand.draft_log.capacity:
+        yield f"--speculative-num-draft-tokens {window}", replace(demand, width=window)
+    else:  # a chain has a guess for each step, and its draft tokens follow
+        yield f"--speculative-num-steps {window - 1}", replace(demand, width=window)
 
 
 def _in_16_bits(demand: Demand) -> Demand:

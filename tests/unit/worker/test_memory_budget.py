@@ -16,6 +16,7 @@ from support.tiny.models import tiny_config
 from overlap_spec.config import AttentionSettings, CacheSettings, EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
+from overlap_spec.messages import MemorySaving
 from overlap_spec.models.interfaces import DraftLog
 from overlap_spec.worker.startup import memory_budget as memory
 from overlap_spec.worker.startup.geometry import demand_of, memory_facts, settle_geometry
@@ -65,6 +66,7 @@ DEMAND = Demand(
     width=32,
     chunk=4096,
     scratch_rows=1024,  # of 1 MiB together
+    is_tree=True,
     slot_bytes=MIB // 2,
 )
 
@@ -94,6 +96,18 @@ def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
     assert list(savings(DEMAND))[0].flag == "--speculative-num-draft-tokens 16"
     assert "--kv-cache-dtype fp8_e4m3 (6 MiB and 3840 bytes a token)" in map(str, savings(DEMAND))
     assert "--dtype bfloat16 (746 MiB and 2560 bytes a token)" in map(str, savings(DEMAND))
+
+
+def test_a_narrower_window_is_named_by_the_flag_that_has_an_effect() -> None:
+    """The draft tokens of a chain follow its steps, and those of a chain with a branch of n-grams both."""
+    chain = replace(DEMAND, scratch_rows=0, is_tree=False, width=6)
+    assert savings(chain)[0] == MemorySaving("--speculative-num-steps 3", 8 * 2 * MIB, 0)
+    fused = replace(chain, is_tree=True, width=4 + 7, branch=7)
+    assert savings(fused)[0] == MemorySaving("--speculative-fuse-ngram 4", 8 * 3 * MIB, 0)
+    short = replace(fused, width=8 + 2, branch=2)
+    assert savings(replace(short, width=9 + 7, branch=7))[0].flag == "--speculative-fuse-ngram 1", "9 are the chain's"
+    least = replace(short, width=9, branch=1)
+    assert savings(least)[0].flag == "--max-running-requests 4"
 
 
 def test_a_shorter_log_of_n_grams_gives_nine_tenths_back() -> None:
@@ -140,7 +154,7 @@ def test_a_gpu_that_is_too_small_says_what_to_turn_down(monkeypatch: pytest.Monk
         "--mem-fraction-static: ",
         "MiB are missing",
         "raise --mem-fraction-static, of which 0.01 are 10 MiB",
-        "turn down, in this order: --speculative-num-draft-tokens 2 (0 MiB), --max-running-requests 4",
+        "turn down, in this order: --speculative-num-steps 1 (0 MiB), --max-running-requests 4",
     ):
         assert words in str(caught.value)
 
