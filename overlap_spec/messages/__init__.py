@@ -69,6 +69,7 @@ from overlap_spec.messages.facts import (
     EngineFacts as EngineFacts,
     ForwardShape as ForwardShape,
     FrontendFacts as FrontendFacts,
+    Guessing as Guessing,
     MemorySaving as MemorySaving,
     RankFacts as RankFacts,
     Roofline as Roofline,

@@ -8,6 +8,7 @@ ceilings. It travels in WorkerReady: the scheduler knows the sequence lengths, a
 floor.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -247,13 +248,23 @@ class ForwardShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     row_flop: int = 0
     head_flop: int = 0
     pair_flop: int = 0
+    state_bytes: int = 0  # of a slot's recurrent layers: read and written once
+
+
+class Guessing(IntEnum):
+    """Which forwards a draft guesses by, once committed tokens are absorbed."""
+
+    STEPS = 0  # one for each guess but the first, or each level
+    BLOCK = 1  # one for all
+    MASKS = 2  # none: a mask for each guess but the first is in the forward that absorbs
 
 
 class Roofline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A device's ceilings and the models that run on it. A rate of 0 is not known and bounds nothing.
 
     Where guesses are trees, a step absorbs `longest` rows of a slot and drafts one level fewer; a level runs
-    `draft_rows` nodes of it.
+    `draft_rows` nodes of it. `most_guesses`: of them, those that a draft makes, where n-grams make others. A block is
+    one draft step of `draft_rows` rows, whatever the window.
     """
 
     bytes_per_s: float = 0.0
@@ -263,3 +274,5 @@ class Roofline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft: ForwardShape = ForwardShape()  # one draft step
     longest: int = 0  # tokens that a step can commit; 0: as many as it is wide
     draft_rows: int = 1
+    guessing: Guessing = Guessing.STEPS
+    most_guesses: int = 0  # of a path; 0: one for each token but the root

@@ -307,6 +307,9 @@ class TreeShape:
     num_levels: int  # levels of guesses: the most that a step can accept
     scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
     level_rows: int = 1  # rows of each slot in a draft step
+    drafted_levels: int = 0  # that the draft's forwards guess; 0: all
+    branch: int = 0  # guesses beside the draft's chain
+    branch_flag: str = ""  # that sets them
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,7 @@ class DraftProfile:
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
     tree: TreeShape | None = None  # None: it guesses chains
     block: BlockShape | None = None  # None: its chains and trees grow by draft steps
+    has_masks: bool = False  # the extend also runs a mask for each guess but the first, and no draft step follows
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
     reads_hidden: bool = True  # it reads `TargetOutput.hidden` of every prompt row, not only of chunks' last ones
 

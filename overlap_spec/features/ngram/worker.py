@@ -335,7 +335,8 @@ class FusedDraft:
     @property
     def profile(self) -> DraftProfile:
         """Windows are trees, of whose guesses no distribution is kept."""
-        tree = TreeShape(max(self.num_steps, self.num_copied))
+        levels = max(self.num_steps, self.num_copied)
+        tree = TreeShape(levels, 0, 1, self.num_steps, self.num_copied, "--speculative-fuse-ngram")
         return replace(self.chain.profile, tree=tree, draft_vocab_size=0)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> FusedProposer:

@@ -9,7 +9,7 @@ committed ones end: each row becomes a mask by the accept length. K/V of masks i
 of guesses is. Their number follows the levels that the window can have, and its pages reach as far.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class ParallelDraft:
 
     @property
     def profile(self) -> DraftProfile:
-        return with_trees(self.draft.profile, self.tree)
+        return with_trees(replace(self.draft.profile, has_masks=True), self.tree)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "ParallelProposer":
         head = self.draft.attach(cache, shape.num_positions, shape.attention)

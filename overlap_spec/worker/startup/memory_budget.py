@@ -152,7 +152,8 @@ class Demand:
     level_rows: int = 1  # rows of each slot in a draft step
     block_flag: str = ""  # that sets the rows of a block, by which the window goes; "": the draft guesses none
     is_tree: bool = False  # guesses are trees
-    branch: int = 0  # guesses of each window that --speculative-fuse-ngram adds
+    branch: int = 0  # guesses of a tree that are a branch beside a chain
+    branch_flag: str = ""  # that sets them
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
     slot_bytes: int = 0  # of features, for each slot
@@ -255,7 +256,7 @@ def _narrower(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.branch:
         fewer = max(1, demand.branch - (demand.width - window))
         width = demand.width - demand.branch + fewer
-        yield f"--speculative-fuse-ngram {fewer}", replace(demand, width=width, branch=fewer)
+        yield f"{demand.branch_flag} {fewer}", replace(demand, width=width, branch=fewer)
     elif demand.block_flag and not demand.is_tree:
         rows = window - (demand.width - demand.scratch_rows)
         yield f"{demand.block_flag} {rows}", replace(demand, width=window, scratch_rows=rows, level_rows=rows)

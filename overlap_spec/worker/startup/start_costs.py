@@ -24,7 +24,7 @@ import torch
 import overlap_spec
 from overlap_spec import features
 from overlap_spec.config import Settings
-from overlap_spec.messages import ForwardShape, Roofline, StepCosts
+from overlap_spec.messages import ForwardShape, Guessing, Roofline, StepCosts
 from overlap_spec.metrics.step_floor import Ceiling, known_ceiling
 from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.work import ForwardWork
@@ -52,15 +52,18 @@ def roofline(
     """
     ceiling, kv_dtype = ceiling or ceiling_of(place, dtype), kv_dtype or dtype
     target, draft = models.target, models.proposer.profile
-    tree = draft.tree
+    tree, block = draft.tree, draft.block
+    of_target = _shape(target.work, target.kv_shape, kv_dtype)
     return Roofline(
         ceiling.bytes_per_s,
         ceiling.flop_per_s,
-        target=_shape(target.work, target.kv_shape, kv_dtype),
+        target=msgspec.structs.replace(of_target, state_bytes=target.kv_shape.state.bytes_per_state(dtype)),
         extend=_shape(draft.extend_work, draft.kv_shape, kv_dtype),
         draft=_shape(draft.work, draft.kv_shape, kv_dtype),
         longest=0 if tree is None else tree.num_levels + 1,
         draft_rows=draft.step_rows,
+        most_guesses=0 if tree is None else tree.drafted_levels,
+        guessing=Guessing.BLOCK if block else Guessing.MASKS if draft.has_masks else Guessing.STEPS,
     )
 
 

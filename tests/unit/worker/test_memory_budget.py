@@ -102,7 +102,7 @@ def test_a_narrower_window_is_named_by_the_flag_that_has_an_effect() -> None:
     """The draft tokens of a chain follow its steps, and those of a chain with a branch of n-grams both."""
     chain = replace(DEMAND, scratch_rows=0, is_tree=False, width=6)
     assert savings(chain)[0] == MemorySaving("--speculative-num-steps 3", 8 * 2 * MIB, 0)
-    fused = replace(chain, is_tree=True, width=4 + 7, branch=7)
+    fused = replace(chain, is_tree=True, width=4 + 7, branch=7, branch_flag="--speculative-fuse-ngram")
     assert savings(fused)[0] == MemorySaving("--speculative-fuse-ngram 4", 8 * 3 * MIB, 0)
     short = replace(fused, width=8 + 2, branch=2)
     assert savings(replace(short, width=9 + 7, branch=7))[0].flag == "--speculative-fuse-ngram 1", "9 are the chain's"

@@ -1,10 +1,14 @@
 """What a forward reads and computes, counted by hand from a tiny checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
+from support.ring import tiny_loaded
 from support.tiny.models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
+from overlap_spec.features.ngram.worker import FusedDraft
+from overlap_spec.messages import Guessing
 from overlap_spec.models.interfaces import DraftProfile
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft
@@ -50,6 +54,39 @@ def test_only_the_extend_fuses() -> None:
     assert found.extend.row_flop - found.draft.row_flop == 2 * fused
     wide = LAYER + HIDDEN * (HEADS + 2 * KV_HEADS) * DIM  # attention reads embedding and features
     assert found.draft.weight_bytes == 8 * (wide + NORMS + 2 * HIDDEN + 112 * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("method", "guessing"),
+    [
+        ("EAGLE3", Guessing.STEPS),
+        ("STANDALONE", Guessing.STEPS),
+        ("DFLASH", Guessing.BLOCK),
+        ("DSPARK", Guessing.BLOCK),
+        ("P-EAGLE", Guessing.MASKS),
+    ],
+)
+def test_how_a_draft_guesses_is_told(method: str, guessing: Guessing) -> None:
+    models = tiny_loaded(1, 3, method=method)
+    found = roofline(models, torch.float64, CPU)
+    assert found.guessing is guessing
+    assert found.draft_rows == (models.proposer.profile.block.num_rows if guessing is Guessing.BLOCK else 1)
+
+
+def test_a_branch_of_n_grams_takes_no_draft_step() -> None:
+    models = tiny_loaded(1, 3)
+    fused = replace(models, proposer=FusedDraft(models.proposer, 3, 7))
+    found = roofline(fused, torch.float64, CPU)
+    assert (found.longest, found.most_guesses) == (8, 3)
+    tree = fused.proposer.profile.tree
+    assert tree is not None and (tree.branch, tree.branch_flag) == (7, "--speculative-fuse-ngram")
+
+
+def test_the_states_of_a_hybrid_are_counted() -> None:
+    models = tiny_loaded(1, 0, family="qwen3 next")
+    state = models.target.kv_shape.state
+    assert roofline(models, torch.float64, CPU).target.state_bytes == state.bytes_per_state(torch.float64) > 0
+    assert roofline(loaded(tied=False), torch.float64, CPU).target.state_bytes == 0
 
 
 @dataclass(frozen=True)
