@@ -126,7 +126,7 @@ def main() -> None:
     torch.manual_seed(0)
     bits = BITS[arguments.weights]
     layer, rows = Layer(SIZES[arguments.model], bits, arguments.rows), []
-    with compiling_together(14):
+    with compiling_together(14) as compilations, compilations.finding():
         for _, _, choice in variants(bits):
             before = put(choice, bits)
             layer.run(layer.routings[0])

@@ -187,7 +187,7 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
 
 def compile_all(formats: list[str], counts: list[int], quick: bool, dense: bool) -> None:
     """Many at once."""
-    with compiling_together(PROCESSES):
+    with compiling_together(PROCESSES) as compilations, compilations.finding():
         for kind, name, rows in product(formats, SHAPES, counts):
             linear = Linear(name, kind, rows, copies=1)
             for cut in ways(rows, linear, quick):

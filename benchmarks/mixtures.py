@@ -48,7 +48,7 @@ from overlap_spec.worker.build import build_executor, load_models, prepare_place
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels, settle_geometry
 from overlap_spec.worker.startup.start_costs import roofline
-from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, precompile, warm_up
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, precompiling, warm_up
 
 NAME, QWEN = "qwen3-30b-a3b", (128, 8, 2048, 768)  # experts, experts of a row, hidden and inner columns
 CHUNK = 8192  # rows
@@ -220,9 +220,9 @@ class Bench:
         if not self.is_cuda:
             warm_up(self.executor, self.geometry, (), 16)
             return
-        precompile(settings, self.executor, self.geometry)
-        warm_up(self.executor, self.geometry, cuda_prompt_lengths(self.geometry), decodes=False)
-        capture_graphs(self.executor, self.geometry, settings.graph_batch_sizes)
+        with precompiling(settings, self.executor, self.geometry):
+            warm_up(self.executor, self.geometry, cuda_prompt_lengths(self.geometry), decodes=False)
+            capture_graphs(self.executor, self.geometry, settings.graph_batch_sizes)
 
     def rows(self, done: Collection[Load] = ()) -> Iterator[dict[str, Any]]:
         """Every decode step and prompt of the setup but those that are `done`."""

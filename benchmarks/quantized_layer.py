@@ -147,7 +147,7 @@ def figures(kind: str, num_rows: int) -> Iterator[dict[str, Any]]:
     """Of all variants, in microseconds; each must compute what the others in its order do."""
     layers = Layers(kind, num_rows)
     variants = list(layers.variants())
-    with compiling_together(PROCESSES):
+    with compiling_together(PROCESSES) as compilations, compilations.finding():
         for variant in variants:
             layers.run(variant, 1)
     reading = sum(weight.num_bytes for weight in layers.packed[0].values()) / BANDWIDTH

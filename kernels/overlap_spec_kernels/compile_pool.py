@@ -2,7 +2,8 @@
 
 Launches are recorded instead of launched, each kernel is compiled into Triton's cache by one of the processes, and the
 first launch after that finds it there: kernels in Triton, in Gluon and in CUDA C++. The processes never touch the
-device: Triton compiles for a GPU that it is told.
+device: Triton compiles for a GPU that it is told. They begin with what was found first, so that launches in the same
+order can follow at once: one waits for its own kernel, while those behind it are compiled.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from overlap_spec_kernels.launch import compiling_only
 from overlap_spec_kernels.nvrtc import CudaCode, compiling_with
 
 PR_SET_PDEATHSIG = 1
+LAST = 10  # niceness of what compiles: the process that launches goes on meanwhile
 
 
 def load_compiler() -> None:
@@ -39,12 +42,11 @@ def load_compiler() -> None:
 
 
 @contextlib.contextmanager
-def compiling_together(processes: int | Executor) -> Iterator[None]:
-    """In this block launches launch nothing: their kernels are compiled, many at once. At its end all of them are.
+def compiling_together(processes: int | Executor) -> Iterator[Compilations]:
+    """In this block kernels are compiled many at once: those found in a block of `finding`. At its end all are.
 
-    Torch's own operations run, on zeros in place of what the kernels would have written. A kernel that cannot be
-    compiled raises at its first launch, as ever. `processes`: how many, or those that have run `begin_compiler`; they
-    have ended after the block.
+    A kernel that cannot be compiled raises at its first launch, as ever. `processes`: how many, or those that have run
+    `begin_compiler`; they end with the block.
     """
     import triton
 
@@ -52,47 +54,100 @@ def compiling_together(processes: int | Executor) -> Iterator[None]:
     if isinstance(processes, int):
         spawned = multiprocessing.get_context("spawn")
         processes = ProcessPoolExecutor(processes, spawned, begin_compiler, (os.getpid(),))
-    with processes:
-        found = _FoundKernels(processes, target)
-        triton.knobs.runtime.jit_cache_hook = found.on_compilation
-        try:
-            with compiling_only(), compiling_with(found.on_launch), _ZeroedOutputs():
-                yield
-        finally:
-            triton.knobs.runtime.jit_cache_hook = None
-            found.forget()
+    found = Compilations(processes, target)
+    try:
+        with _asking(found.before_launch), compiling_with(found.compiled):
+            yield found
+            found.finish()
+    finally:
+        processes.shutdown(wait=False, cancel_futures=True)  # some are left of a block that failed
 
 
-class _FoundKernels:
-    """Sends every kernel that would be compiled to a process, once."""
+class Compilations:
+    """Kernels that processes compile, each once. A launch waits for its own."""
 
     def __init__(self, processes: Executor, target: Any) -> None:
         """`target`: the GPU that is compiled for."""
+        self._waited = 0.0
         self._processes = processes
         self._target = target
-        self._held: list[tuple[dict[Any, Any], Any]] = []  # entries of Triton's caches that stand for a kernel
-        self._cuda: set[CudaCode] = set()
-        self.jobs: list[Future[Any]] = []
+        self._jobs: dict[object, Future[Any]] = {}
 
-    def on_compilation(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """A hook of Triton's. Returns True: it is not to compile."""
-        kernels = fn.jit_function.device_caches[compile["device"]][0]
-        kernels[key] = self  # so that the next launch does not ask again
-        self._held.append((kernels, key))
-        how = compile["specialization_data"]
-        self.jobs.append(self._processes.submit(_compile, self._target, fn.module, fn.name, how))
-        return True
+    @contextlib.contextmanager
+    def finding(self) -> Iterator[None]:
+        """In this block launches launch nothing: their kernels are compiled.
 
-    def on_launch(self, code: CudaCode) -> None:
+        Torch's own operations run, on zeros in place of what the kernels would have written.
+        """
+        held: list[tuple[dict[Any, Any], Any]] = []  # entries of Triton's caches that stand for a kernel
+
+        def ask(*, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+            """A hook of Triton's. Returns True: it is not to compile."""
+            kernels = _kernels_of(fn, compile)
+            kernels[key] = self  # so that the next launch does not ask again
+            held.append((kernels, key))
+            how = compile["specialization_data"]
+            self._jobs[id(kernels), key] = self._processes.submit(_compile, self._target, fn.module, fn.name, how)
+            return True
+
+        try:
+            with _asking(ask), compiling_only(), compiling_with(self._ask_for), _ZeroedOutputs():
+                yield
+        finally:
+            for kernels, key in held:  # let Triton look for the kernels again
+                del kernels[key]
+
+    def before_launch(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """A hook of Triton's. Returns False: it is to compile the kernel, and finds it in its cache."""
+        self._wait((id(_kernels_of(fn, compile)), key))
+        return False
+
+    def compiled(self, code: CudaCode) -> bytes:
+        """Machine code of a kernel in CUDA C++."""
+        self._wait(code)
+        return code.compiled()
+
+    def finish(self) -> None:
+        """Wait until all are compiled."""
+        for kernel in self._jobs:
+            self._wait(kernel)
+
+    def waited(self) -> float:
+        """Seconds that launches have waited since this was last asked."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def _ask_for(self, code: CudaCode) -> None:
         """A kernel in CUDA C++ would be launched."""
-        if code not in self._cuda:
-            self._cuda.add(code)
-            self.jobs.append(self._processes.submit(CudaCode.compiled, code))
+        if code not in self._jobs:
+            self._jobs[code] = self._processes.submit(CudaCode.compiled, code)
 
-    def forget(self) -> None:
-        """Let Triton look for the kernels again."""
-        for kernels, key in self._held:
-            del kernels[key]
+    def _wait(self, kernel: object) -> None:
+        job = self._jobs.get(kernel)
+        if job is None or job.done():
+            return
+        begun = time.perf_counter()
+        wait([job])
+        self._waited += time.perf_counter() - begun
+
+
+def _kernels_of(function: Any, compilation: dict[str, Any]) -> dict[Any, Any]:
+    """Where Triton keeps the kernels of a function that it is about to compile."""
+    kernels: dict[Any, Any] = function.jit_function.device_caches[compilation["device"]][0]
+    return kernels
+
+
+@contextlib.contextmanager
+def _asking(hook: Callable[..., bool]) -> Iterator[None]:
+    """In this block Triton asks before it compiles a kernel."""
+    import triton
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
 
 
 class _NoDevice:
@@ -109,8 +164,9 @@ class _NoDevice:
 
 
 def begin_compiler(parent: int) -> None:
-    """Begin a process of the pool: import what every compilation needs, but no kernel."""
+    """Begin a process of the pool: import what every compilation needs, but no kernel. Others have cores first."""
     end_with(parent)
+    os.nice(LAST)
     load_compiler()
 
 

@@ -142,12 +142,15 @@ def source_texts(source: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (source, *headers)}
 
 
-_COMPILER: ContextVar[Callable[[CudaCode], object]] = ContextVar("compiler", default=CudaCode.compiled)
+_COMPILER: ContextVar[Callable[[CudaCode], Any]] = ContextVar("compiler", default=CudaCode.compiled)
 
 
 @contextlib.contextmanager
-def compiling_with(compiler: Callable[[CudaCode], object]) -> Iterator[None]:
-    """In a block that only compiles: what to call with the code of each kernel that would be launched."""
+def compiling_with(compiler: Callable[[CudaCode], Any]) -> Iterator[None]:
+    """In this block `compiler` gives the machine code of kernels that are loaded.
+
+    In a block that only compiles, it is called with the code of each kernel that would be launched.
+    """
     token = _COMPILER.set(compiler)
     try:
         yield
@@ -195,7 +198,7 @@ class CudaKernel:
         check_loading(self._name)
         from cuda.bindings import driver
 
-        module = _checked(driver.cuModuleLoadData(self._code.compiled()))
+        module = _checked(driver.cuModuleLoadData(_COMPILER.get()(self._code)))
         function = _checked(driver.cuModuleGetFunction(module, self._name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, limit, self._shared))

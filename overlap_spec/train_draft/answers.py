@@ -54,7 +54,7 @@ from overlap_spec.worker.startup.warmup import (
     FEW_TOKENS,
     capture_graphs,
     cuda_prompt_lengths,
-    precompile,
+    precompiling,
     run_uncaptured,
     warm_up,
 )
@@ -287,11 +287,11 @@ def _prepare(settings: Settings, executor: Executor, geometry: Geometry) -> None
     if settings.model.device == "cpu":
         warm_up(executor, geometry, (), FEW_TOKENS)
         return
-    precompile(settings, executor, geometry)
-    warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not sizes)
-    capture_graphs(executor, geometry, sizes)
-    if sizes:
-        run_uncaptured(executor, geometry)
+    with precompiling(settings, executor, geometry):
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not sizes)
+        capture_graphs(executor, geometry, sizes)
+        if sizes:
+            run_uncaptured(executor, geometry)
     torch.cuda.synchronize()
 
 

@@ -60,7 +60,7 @@ from overlap_spec.worker.startup.warmup import (
     capture_graphs,
     cuda_prompt_lengths,
     first_not_finite,
-    precompile,
+    precompiling,
     run_uncaptured,
     warm_up,
 )
@@ -81,10 +81,15 @@ class StartTimes:
         """Seconds of all phases that have ended."""
         return sum(self.seconds.values())
 
-    def end(self, phase: str) -> None:
-        """Say what the time since the last call, or since the process began, was spent on."""
+    def end(self, phase: str, compiling: float = 0.0) -> None:
+        """Say what the time since the last call, or since the process began, was spent on.
+
+        `compiling`: seconds of it that went by in waiting for kernels, which count as those of `KERNELS`.
+        """
         now = time.monotonic()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._begun
+        for name, seconds in ((phase, now - self._begun - compiling), (KERNELS, compiling)):
+            if name == phase or seconds:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._begun = now
 
 
@@ -99,6 +104,7 @@ def process_age() -> float:
 
 
 NO_CEILING = Roofline()
+KERNELS = "kernels"  # the phase of a start that compiles them
 
 log = logging.getLogger(__name__)
 
@@ -306,24 +312,26 @@ def _prepare(
     agreement: Agreement,
 ) -> tuple[Captures, int]:
     """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
-    settings, device = context.settings, context.settings.model.device
-    batch_sizes = settings.graph_batch_sizes
-    if device == "cpu":
+    settings, batch_sizes = context.settings, context.settings.graph_batch_sizes
+    if settings.model.device == "cpu":
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry, (), FEW_TOKENS)
-    else:
-        context.progress("compiling kernels", 0, 0)
-        precompile(settings, executor, geometry, compilers, agreement)
-        times.end("kernels")
+        times.end("warm-up")
+        return capture_graphs(executor, geometry, ()), 0
+    context.progress("compiling kernels", 0, 0)
+    with precompiling(settings, executor, geometry, compilers, agreement) as compiling:
+        times.end(KERNELS)
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
-    times.end("warm-up")
-    free = free_bytes(device)
-    if batch_sizes:
-        context.progress("capturing CUDA graphs", 0, 0)
-    captures = capture_graphs(executor, geometry, batch_sizes)
-    if batch_sizes:
-        times.end("CUDA graphs")
-        run_uncaptured(executor, geometry)
-        times.end("long steps")
-    return captures, free - free_bytes(device)
+        times.end("warm-up", compiling())
+        free = free_bytes("cuda")
+        if batch_sizes:
+            context.progress("capturing CUDA graphs", 0, 0)
+        captures = capture_graphs(executor, geometry, batch_sizes)
+        if batch_sizes:
+            times.end("CUDA graphs", compiling())
+            run_uncaptured(executor, geometry)
+            times.end("long steps", compiling())
+        taken = free - free_bytes("cuda")
+    times.end(KERNELS)
+    return captures, taken

@@ -187,7 +187,7 @@ def test_the_order_of_a_loaded_weight(size_n: int, order: Order, kernel: type | 
 def test_it_is_compiled_in_another_process_and_kept(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     weight, x = weight_of("int4", 128, 640).in_fragments(), torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
-    with compiling_together(1):
+    with compiling_together(1) as compilations, compilations.finding():
         assert not fused_linear(x, weight).any()
     assert list(tmp_path.rglob("*.cubin"))
     monkeypatch.delattr(CudaCode, "_compile")

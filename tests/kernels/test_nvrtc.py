@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 from overlap_spec_kernels import nvrtc
-from overlap_spec_kernels.nvrtc import CudaCode
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, compiling_with
 from support.shared_bytes import damaged
 
 pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
@@ -111,3 +111,30 @@ def test_what_the_compiler_says_is_raised(source: Path, nvrtc: None) -> None:
     source.write_text("no kernel")
     with pytest.raises(RuntimeError, match=r"a\.cu: a\.cu\(1\): error"):
         CudaCode(source)._compile()
+
+
+class Driver(ModuleType):
+    """The driver's functions, which do nothing. Notes the machine code that it is given."""
+
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0)
+    given: ClassVar[list[bytes]] = []
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[int, str]:
+        self.given.append(code)
+        return 0, "module"
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: (0, "function")
+
+
+def test_a_kernel_is_loaded_as_the_block_has_it_compiled(
+    source: Path, compiled: list[CudaCode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, bindings = Driver("cuda.bindings.driver"), ModuleType("cuda.bindings")
+    monkeypatch.setattr(bindings, "driver", driver, raising=False)
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), (driver.__name__, driver)):
+        monkeypatch.setitem(sys.modules, name, module)
+    with compiling_with(lambda code: b"compiled elsewhere"):
+        assert CudaKernel(CudaCode(source), "a", 128, 0)._function == "function"
+    assert CudaKernel(CudaCode(source), "a", 128, 0)._function == "function"
+    assert driver.given == [b"compiled elsewhere", b"1"] and len(compiled) == 1

@@ -1,8 +1,10 @@
 """Runs every kind of step once, and captures what is replayed, before the engine reports ready.
 
-Where a start finds no kernels, those of every step are compiled at once, before anything is launched. One after another
-they take most of a minute. Where they lie in Triton's cache already, this would only cost: a stamp beside them states
-that. It names the kernels' sources and whatever else decides which of them are compiled, and how.
+Where a start finds no kernels, those of every step are found first, without a launch, and compiled many at once. One
+after another they take most of a minute. Warming up and captures do not wait for all of them: they launch the same in
+the same order, so each launch waits for its own kernel at most. Where kernels lie in Triton's cache already, this would
+only cost: a stamp beside them states that. It names the kernels' sources and whatever else decides which of them are
+compiled, and how.
 
 Where a target's hidden states become NaN or infinite is named in the error that ends a start. One row is run again with
 the output of every layer kept, which costs nothing unless something is wrong.
@@ -203,38 +205,53 @@ def _growing(first: int, last: int) -> Iterator[int]:
 log = logging.getLogger(__name__)
 
 
-def precompile(
+@contextlib.contextmanager
+def precompiling(
     settings: Settings,
     executor: Executor,
     geometry: Geometry,
     started: ProcessPoolExecutor | None = None,
     agreement: Agreement = ALONE,
-) -> None:
-    """Compile what `warm_up` and `capture_graphs` launch, unless an earlier start has. Only for a GPU.
+) -> Iterator[Callable[[], float]]:
+    """In this block run `warm_up`, `capture_graphs` and `run_uncaptured`: what they launch is compiled, many at once.
 
-    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. That is not so for one
-    of several ranks, as the others would wait for it. `started`: processes that were started ahead
-    (`started_compilers`); they end here.
+    Nothing is compiled if an earlier start has done so. Only for a GPU. Yields what tells for how many seconds launches
+    have waited for kernels since it was last asked.
+
+    Whatever goes wrong in finding kernels, the start goes on: what is not found is compiled when it is launched. That
+    is not so for one of several ranks, as the others would wait for it. `started`: processes that were started ahead
+    (`started_compilers`); they end with the block.
     """
     stamp = _stamp(settings, geometry)
     is_compiled = agreement.of_first("compiled", stamp.exists, bool)
     if is_compiled or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
         if started is not None:
             started.shutdown(wait=False, cancel_futures=True)
+        yield float
         return
-    try:
-        with compiling_together(started or compilers()):
-            warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
-            if settings.graph_batch_sizes:
-                graph_runner(executor, graph_sizes(executor, geometry, settings.graph_batch_sizes)).run_once()
-                run_uncaptured(executor, geometry)
-    except Exception:
-        if agreement.ranks > 1:
-            raise
-        log.warning("kernels are compiled one after another, because not all could be compiled at once", exc_info=True)
-        return
-    with contextlib.suppress(OSError):
-        stamp.touch()
+    with compiling_together(started or compilers()) as compilations:
+        found = False
+        try:
+            with compilations.finding():
+                _launch_everything(settings, executor, geometry)
+            found = True
+        except Exception:
+            if agreement.ranks > 1:
+                raise
+            log.warning("not all kernels were found, so some are compiled one after another", exc_info=True)
+        yield compilations.waited
+    if found:
+        with contextlib.suppress(OSError):
+            stamp.touch()
+
+
+def _launch_everything(settings: Settings, executor: Executor, geometry: Geometry) -> None:
+    """What a start launches, in the order in which it does."""
+    batch_sizes = settings.graph_batch_sizes
+    warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
+    if batch_sizes:
+        graph_runner(executor, graph_sizes(executor, geometry, batch_sizes)).run_once()
+        run_uncaptured(executor, geometry)
 
 
 def _stamp(settings: Settings, geometry: Geometry) -> Path:

@@ -34,6 +34,15 @@ def test_a_phase_may_have_several_parts(clock: list[float]) -> None:
     assert times.seconds == {"a": 4.0, "b": 1.0}
 
 
+def test_waiting_for_kernels_is_no_time_of_captures(clock: list[float]) -> None:
+    times = StartTimes()
+    for phase, compiling in (("kernels", 0.0), ("warm-up", 0.0), ("CUDA graphs", 3.0), ("kernels", 0.0)):
+        clock[0] += 4
+        times.end(phase, compiling)
+    assert times.seconds == {"kernels": 6.0 + 3.0 + 4.0, "warm-up": 4.0, "CUDA graphs": 1.0}
+    assert times.total == 2.0 + 16.0
+
+
 def test_a_process_knows_its_age() -> None:
     before = process_age()
     time.sleep(0.05)
