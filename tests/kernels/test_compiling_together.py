@@ -183,11 +183,13 @@ def test_a_kernel_that_is_not_loaded_is_refused_where_none_may_be(kernel: Triton
 
 def test_outputs_of_kernels_that_are_not_run_are_zeros(hopper: None) -> None:
     like = torch.ones(3, dtype=torch.int64)
+    before = vars(torch)["empty"], "new_empty" in vars(torch.Tensor)
     with compiling_together(1) as compilations, compilations.finding(), torch.inference_mode():
         made = [torch.empty(5), torch.empty_like(like), like.new_empty(2, 2), torch.empty_strided((2, 3), (3, 1))]
         found = torch.arange(4)[torch.empty(2, dtype=torch.int64)]
     assert not any(tensor.any() for tensor in made)
     assert found.tolist() == [0, 0] and like.all()
+    assert [(vars(torch)["empty"], "new_empty" in vars(torch.Tensor))] == [before], "as they were"
 
 
 def test_launches_follow_a_block_that_failed(kernel: TritonKernel, processes: Any) -> None:
