@@ -30,8 +30,8 @@ FEW = MATRIX | PLAIN | {"LISTED": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES":
 LISTED = {"LISTED": True}
 MANY = FEW | LISTED | {"PDL": False, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3}
 MOST = MANY | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4}
-CLAMPED = {"GATED": True, "BIASED": True, "CLAMPED": True}
-GATED, DOWN = {"GATED": True}, {"GATED": False}
+CLAMPED = {"FIRST": True, "GATED": True, "BIASED": True, "CLAMPED": True}
+GATED, DOWN = {"FIRST": True, "GATED": True}, {"FIRST": False, "GATED": False}
 QUANTIZED = {name: value for name, value in FEW.items() if name != "BLOCK_K"} | {"BLOCK_N": 64, "ZEROS": False}
 FP8 = QUANTIZED | {"BITS": 8, "GROUP": 0, "SCALE_ROWS": 1, "PART": 128}
 FP8_BLOCKS = FP8 | {"GROUP": 128, "SCALE_ROWS": 128}

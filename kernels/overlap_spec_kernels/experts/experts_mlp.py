@@ -195,24 +195,24 @@ def _results(
     x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, routing: Routing, biases: Biases | None, clamp: Gate | None
 ) -> Tensor:
     """Of every place. Shapes: -> [T * k, H]."""
-    places, top_k = places_of(routing.experts, gate_up.shape[0]), routing.experts.shape[1]
+    places = places_of(routing.experts, gate_up.shape[0])
     of_gate_up, of_down = (None, None) if biases is None else biases
     if clamp is None or isinstance(clamp, Clamp):
-        gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp)
+        gated = _multiplied(x, gate_up, of_gate_up, places, True, True, clamp)
     else:
-        gated = clamp(_multiplied(x, gate_up, of_gate_up, places, top_k, False, None))
-    return _multiplied(gated, down, of_down, places, 1, False, None)
+        gated = clamp(_multiplied(x, gate_up, of_gate_up, places, True, False, None))
+    return _multiplied(gated, down, of_down, places, False, False, None)
 
 
 def _multiplied(
-    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool, clamp: Clamp | None
+    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, first: bool, gated: bool, clamp: Clamp | None
 ) -> Tensor:
     """See `multiply`."""
     if isinstance(weight, Float4Matrices):
-        return multiply_float4(x, weight, bias, places, shared, gated, clamp)
+        return multiply_float4(x, weight, bias, places, first, gated, clamp)
     if isinstance(weight, QuantizedStack):
-        return multiply_quantized(x, weight, bias, places, shared, gated, clamp)
-    return multiply(x, weight, bias, places, shared, gated, clamp)
+        return multiply_quantized(x, weight, bias, places, first, gated, clamp)
+    return multiply(x, weight, bias, places, first, gated, clamp)
 
 
 class Addition(NamedTuple):

@@ -27,7 +27,7 @@ _AVERAGE = 24  # rows of an expert on average from which tiles are large
 
 
 def multiply_float4(
-    x: Tensor, weight: Float4Matrices, bias: Tensor | None, places: Places, shared: int, gated: bool,
+    x: Tensor, weight: Float4Matrices, bias: Tensor | None, places: Places, first: bool, gated: bool,
     clamp: Clamp | None,
 ) -> Tensor:  # fmt: skip
     """See `products.multiply`."""
@@ -49,7 +49,7 @@ def multiply_float4(
         size_n,
         weight.words.shape[2],
         num_rows,
-        shared,
+        top_k if first else 1,
         *(clamp or (1.0, 0.0)),
         SIZE_K=size_k,
         EXPERTS=num_experts,
@@ -58,6 +58,7 @@ def multiply_float4(
         FACTORS=weight.factors is not None,
         UNIT=weight.unit,
         LISTED=places.are_listed,
+        FIRST=first,
         GATED=gated,
         BIASED=bias is not None,
         CLAMPED=clamp is not None,
@@ -78,16 +79,16 @@ def _multiply_float4_kernel(
     out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int,
     size_n: tl.tensor, row_tiles: int, num_rows: int, shared: int, alpha: float, limit: float, SIZE_K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, FACTORS: tl.constexpr, UNIT: tl.constexpr,
-    LISTED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. `row_tiles`: of a part of its matrix."""
-    wait_for_choice(PDL, GATED)
+    wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
-    if not GATED:
+    if not FIRST:
         wait(PDL)
     if runs:
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -88,13 +88,14 @@ def multiply(
     weight: Tensor,
     bias: Tensor | None,
     places: Places,
-    shared: int,
+    first: bool,
     gated: bool,
     clamp: Clamp | None,
 ) -> Tensor:
-    """The product of each place. `shared`: places side by side that have the same row of x.
+    """The product of each place. `first`: right after the choice, and a row of x is that of its k places.
 
-    Shapes: x [T * k / shared, I], weight [E, O, I], bias [E, O] -> [T * k, O], or [T * k, O / 2] if gated. Sync: never.
+    Shapes: x [T, I] if first, else [T * k, I], weight [E, O, I], bias [E, O] -> [T * k, O], or [T * k, O / 2] if gated.
+    Sync: never.
     """
     (num_experts, rows, size_k), pairs = weight.shape, places.experts.numel()
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
@@ -110,12 +111,13 @@ def multiply(
         x.stride(0),
         size_n,
         num_rows,
-        shared,
+        top_k if first else 1,
         *(clamp or (1.0, 0.0)),
         SIZE_K=size_k,
         EXPERTS=num_experts,
         TOP_K=top_k,
         LISTED=places.are_listed,
+        FIRST=first,
         GATED=gated,
         BIASED=bias is not None,
         CLAMPED=clamp is not None,
@@ -154,17 +156,17 @@ def multiply_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor,
     counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int, shared: int,
     alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    LISTED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    LISTED: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert."""
-    wait_for_choice(PDL, GATED)
+    wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
-    if not GATED:
+    if not FIRST:
         wait(PDL)
     if runs:
         x_rows = x_ptr + (place // shared).to(tl.int64)[:, None] * x_stride
@@ -193,13 +195,13 @@ def multiply_kernel(
 
 
 @TritonKernel
-def wait_for_choice(PDL: tl.constexpr, GATED: tl.constexpr) -> None:
+def wait_for_choice(PDL: tl.constexpr, FIRST: tl.constexpr) -> None:
     """What must be before a program reads which experts are chosen.
 
-    The gated product is the first kernel after the choice. It waits before it lets the next kernel begin. So the second
-    product, and the sum after it, read the choice at once, as all that was written before it.
+    The first product, gated or not, is the first kernel after the choice. It waits before it lets the next one begin.
+    So the second product, and the sum after it, read the choice at once, as all that was written before it.
     """
-    if GATED:
+    if FIRST:
         wait(PDL)
     let_next_begin(PDL)
 

@@ -40,7 +40,7 @@ def quantized_tile(num_pairs: int, num_experts: int, gated: bool, bits: int, is_
 
 
 def multiply_quantized(
-    x: Tensor, weight: QuantizedStack, bias: Tensor | None, places: Places, shared: int, gated: bool,
+    x: Tensor, weight: QuantizedStack, bias: Tensor | None, places: Places, first: bool, gated: bool,
     clamp: Clamp | None,
 ) -> Tensor:  # fmt: skip
     """See `products.multiply`."""
@@ -61,7 +61,7 @@ def multiply_quantized(
         x.stride(0),
         size_n,
         num_rows,
-        shared,
+        top_k if first else 1,
         *(clamp or (1.0, 0.0)),
         SIZE_K=size_k,
         EXPERTS=num_experts,
@@ -72,6 +72,7 @@ def multiply_quantized(
         ZEROS=packing.zeros is not None,
         PART=packing.part,
         LISTED=places.are_listed,
+        FIRST=first,
         GATED=gated,
         BIASED=bias is not None,
         CLAMPED=clamp is not None,
@@ -93,20 +94,20 @@ def multiply_quantized_kernel(
     counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int, shared: int,
     alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, PART: tl.constexpr, LISTED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N rows of W and tile of BLOCK_M rows of x of one expert.
 
     A step of the loop is a run of PART columns, whose bytes hold a value each, or two, of columns that are PART / 2
     apart (`linear/packing.py`).
     """
-    wait_for_choice(PDL, GATED)
+    wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
-    if not GATED:
+    if not FIRST:
         wait(PDL)
     if runs:
         rows = size_n.to(tl.int64) * (2 if GATED else 1)  # of an expert's matrix

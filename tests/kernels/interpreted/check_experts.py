@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from overlap_spec_kernels.experts import experts_mlp, products, quantized_products
 from overlap_spec_kernels.experts.best_of_groups import (
     Grouping,
     _best_of_groups_triton,
@@ -18,7 +19,7 @@ from overlap_spec_kernels.experts.experts_mlp import (
     experts_add_reference,
     experts_mlp_reference,
 )
-from overlap_spec_kernels.experts.products import Clamp, group_kernel, tile_of
+from overlap_spec_kernels.experts.products import Clamp, Places, group_kernel, tile_of
 from overlap_spec_kernels.experts.route import (
     _partial_logits,
     _route_triton,
@@ -33,6 +34,7 @@ from overlap_spec_kernels.norm.silu_mul import gelu_mul
 from support.dots_in_order import dots_in_order
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
+from triton.language.extra import cuda
 
 # (rows, experts, experts of a row, H, I): sizes that fill no tile, one row, more rows of an expert than a tile has
 SIZES = [(5, 6, 2, 40, 24), (1, 8, 8, 32, 16), (70, 5, 3, 33, 20), (19, 16, 4, 160, 136)]
@@ -130,6 +132,41 @@ def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_
     assert expected.std() > 1e-3
     bound = 1e-2 if dtype == torch.float16 else 1e-4
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_the_first_product_waits_for_the_choice(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice, or the list of it, comes when a kernel waits: the kernel that makes it runs at the same time."""
+    late: list[tuple[Tensor, Tensor]] = []
+
+    def come() -> None:
+        while late:
+            result, values = late.pop()
+            result.copy_(values)
+
+    def listed(experts: Tensor, num_experts: int) -> Places:
+        with pytest.MonkeyPatch.context() as ordinary:
+            ordinary.setattr(products, "dependent_launch", lambda *_: {"PDL": False})
+            places = products.places_of(experts, num_experts)
+        for each in places[1:] if places.are_listed else places[:1]:
+            late.append((each, each.clone()))
+            each.zero_()
+        return places
+
+    monkeypatch.setattr(cuda, "gdc_wait", come)
+    monkeypatch.setattr(cuda, "gdc_launch_dependents", lambda: None)
+    for module in (products, quantized_products, experts_mlp):
+        monkeypatch.setattr(module, "dependent_launch", lambda *_: {"PDL": True})
+    monkeypatch.setattr(experts_mlp, "places_of", listed)
+    weights = drawn(3, 256, 128, dtype=torch.float32), drawn(3, 128, 128, dtype=torch.float32)
+    if bits == 8:
+        weights = quantised(3, 256, 128, *FORMATS[0]), quantised(3, 128, 128, *FORMATS[0])
+    for num_rows in (5, 19):
+        for gate in (None, Clamp(1.702, 0.6), gelu_mul):
+            inputs = (4 * drawn(num_rows, 128, dtype=torch.float32), *weights, routing_of(num_rows, 3, 2), None, gate)
+            expected = experts_mlp_reference(*inputs)
+            found = _experts_mlp_triton(*inputs)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("num_rows", [16, 1, 17])
