@@ -144,6 +144,7 @@ def test_gates(emulator: CudaEmulator, case: Case) -> None:
 ONE_ORDER = [
     PackedProducts(16, 1, 3, warpgroups=1, row_blocks=3, by_warps=True),
     PackedProducts(16, 1, 2, by_warps=True),
+    PackedProducts(16, 1, 2, by_warps=True, few=True),
     PackedProducts(32, 1, 4, warpgroups=1),
     PackedProducts(48, 1, 2),
 ]
@@ -157,7 +158,7 @@ def test_a_row_has_one_class_of_bits(emulator: CudaEmulator, cut: PackedProducts
     weight, x = weight_of("fp8, rows", 224, 320), torch.randn(45, 320).to(BFLOAT)
     whole = PackedProducts(48, 1, 3, warpgroups=1)
     expected = product(whole, x, weight, gated).values
-    count = min(cut.rows * cut.row_blocks, len(x))
+    count = 7 if cut.few else min(cut.rows * cut.row_blocks, len(x))
     emulator.seed, emulator.written_before = 3, [x]
     assert torch.equal(product(cut, x[:count], weight, gated).values, expected[:count])
 
@@ -267,3 +268,21 @@ def test_it_compiles(kind: str, gated: bool) -> None:
     assert form is not None
     cut = PackedProducts(32, 1, 3, per_sm=2) if gated else PackedProducts(128, 2, 3, cluster=2)
     assert products.code_of(cut, form).compiled().startswith(b"\x7fELF")
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("gated", [True, False])
+def test_no_product_of_one_order_waits_for_registers(gated: bool) -> None:
+    """All divisions of small and large weights compile without a warning, which is an error here."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
+    codes = set()
+    for size_n, size_k in ((128, 64), (8192, 2048), (4096, 14336), (28672, 4096)):
+        weight = torch.empty(size_n, size_k, dtype=torch.uint8, device="meta")
+        for rows in (1, 9, 17, 33, 49, 65, 97):
+            x = torch.empty(rows, size_k, dtype=BFLOAT, device="meta")
+            cut = products.products_in_one_order(x, weight, gated, packing := packing_of("fp8, rows"))
+            assert cut is not None and (form := products.form_of(packing, gated)) is not None
+            assert cut.few == (rows <= 8)
+            codes.add(products.code_of(cut, form))
+    for code in codes:
+        code._compile()  # what is kept would not warn again

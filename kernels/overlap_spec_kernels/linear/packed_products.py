@@ -26,6 +26,8 @@ _LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
 _PADDED_ROWS = (32, 48, 64, 96, 128)
 # With one order of sums:
 _LEAST_PADDED = 16  # rows of x
+_FEW_ROWS = 8  # of x, that a product of a warp takes
+_EARLY_OF_FEW = 4  # stages that warps ask for before x, of a K without parts: more keep other reads waiting
 _LARGE = 8 << 20  # bytes of the least weight whose K has parts, in 16 bits: wide_linear.py takes it
 _PARTS, _MULTIPROCESSORS = 4, 132  # of K, and of an H200
 _FEW_ITEMS = 96  # tiles of two warpgroups that leave too many multiprocessors without work
@@ -116,6 +118,7 @@ class PackedProducts(NamedTuple):
     early: int = _MOST_STAGES  # stages of W that are asked for before x
     row_blocks: int = 1  # of `rows`; several only if K is not split and x not scaled
     by_warps: bool = False  # products of warps, instead of warpgroups: of 8 bits with scales of rows
+    few: bool = False  # up to 8 rows of x, by warps: products of the other rows are left out
 
     @property
     def block_n(self) -> int:
@@ -143,7 +146,7 @@ class PackedProducts(NamedTuple):
         kernel = self.kernel(form, call.x.device)
         programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
         assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
-        assert self.rows * self.row_blocks >= len(call.x)
+        assert (_FEW_ROWS if self.few else self.rows * self.row_blocks) >= len(call.x)
         parts = self.parts(call, form)
         arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
         kernel.launch(programs, arguments)
@@ -213,6 +216,7 @@ class PackedProducts(NamedTuple):
             "CLUSTER": self.cluster,
             "PER_SM": self.per_sm,
             "BY_WARPS": int(self.by_warps),
+            "FEW": int(self.few),
         }
         return tuple(f"{name}={value}" for name, value in names.items())
 
@@ -259,7 +263,10 @@ def products_in_one_order(x: Tensor, weight: Tensor, gated: bool, packing: Packi
         return None
     rows = next(rows for rows in (_LEAST_PADDED, *_PADDED_ROWS) if rows >= x.shape[0])
     cut = PackedProducts(rows, 1, 0, parts_in_one_order(size_n, x.shape[1], gated))
-    cut = cut._replace(by_warps=rows <= _LEAST_PADDED, early=1 if rows > _ROWS_BEHIND_W else 2 * _MOST_STAGES)
+    by_warps, early = rows <= _LEAST_PADDED, 1 if rows > _ROWS_BEHIND_W else 2 * _MOST_STAGES
+    if by_warps and cut.splits == 1:
+        early = _EARLY_OF_FEW
+    cut = cut._replace(by_warps=by_warps, few=x.shape[0] <= _FEW_ROWS, early=early)
     return (cut if cut.num_items(size_n) >= _FEW_ITEMS else cut._replace(warpgroups=1)).with_stages(form)
 
 

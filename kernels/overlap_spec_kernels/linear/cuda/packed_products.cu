@@ -25,7 +25,7 @@
 //     ZEROS   1: zero points, else 8 of 4 bits             CLUSTER     programs that share the copies of x: 1 or 2
 //     GATED   1: silu(gate) * up, gate's rows first        PER_SM      programs of a multiprocessor: 1 or 2
 //     ROWS    of x, padded to a multiple of 16             EARLY       stages of W that are asked for before x
-//     BY_WARPS  1: products of warps, not warpgroups
+//     BY_WARPS  1: products of warps, not warpgroups      FEW         1: up to 8 rows of x; other products are left out
 
 #include "hopper.cuh"
 #include "fragments.cuh"
@@ -83,8 +83,9 @@ static_assert(SCALES_BYTES / MATRICES % 128 == 0 && ZEROS_BYTES / MATRICES % 128
 // Registers of a thread: at the start, then of the warpgroup that copies, and of those that multiply. They come from
 // those of the start.
 constexpr int START_REGISTERS = 65536 / (PER_SM * 128 * (1 + WARPGROUPS)) / 8 * 8;
-constexpr int COPY_REGISTERS = PER_SM == 1 && WARPGROUPS == 2 ? 40 : 32;
-constexpr int MULTIPLY_REGISTERS = PER_SM == 2 ? 104 : WARPGROUPS == 2 ? 232 : 160;
+constexpr int COPY_REGISTERS = PER_SM == 1 && WARPGROUPS < 3 ? 40 : 32;
+constexpr int LEFT_REGISTERS = ((1 + WARPGROUPS) * START_REGISTERS - COPY_REGISTERS) / WARPGROUPS / 8 * 8;
+constexpr int MULTIPLY_REGISTERS = LEFT_REGISTERS < 232 ? LEFT_REGISTERS : 232;
 static_assert(COPY_REGISTERS + WARPGROUPS * MULTIPLY_REGISTERS <= (1 + WARPGROUPS) * START_REGISTERS, "registers");
 
 constexpr int HELPERS = 3;  // warps that compute the norm's scales of rows of x

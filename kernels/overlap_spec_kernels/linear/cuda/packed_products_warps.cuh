@@ -1,11 +1,13 @@
-// How packed_products.cu multiplies few rows of x: by products of warps, m16n8k16, whose sums lie in registers as those of
-// a warpgroup do. They end twice as fast as products of warpgroups, each of which waits for the one before where all of K
+// How packed_products.cu multiplies few rows of x: by products of warps, m16n8k16, whose sums lie in registers as those
+// of a warpgroup do. They end twice as fast as products of warpgroups, each of which waits for the one before where all of K
 // belongs to one sum. A warp holds the operands of a tile of 64 columns while it loads those of the next one.
 #pragma once
 
+constexpr int X_BLOCKS = FEW ? 1 : ROWS / 8;  // of 8 rows of x
+
 struct Operands {
     uint4 values[TILES][2];         // of W, as they are stored: two runs of two slices
-    u32 x[4][ROWS / 8][2];
+    u32 x[4][X_BLOCKS][2];
 };
 
 // Those of tile `k_tile` of a stage. Piece c of row r of x lies at c ^ r of its 8 places.
@@ -19,7 +21,7 @@ __device__ __forceinline__ void load_operands(Operands& operands, const char* st
     }
     u32 x = shared(stage) + k_tile * X_TILE_BYTES + lane % 8 * 128;
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; ++i) {
+    for (int i = 0; i < 2 * X_BLOCKS; ++i) {
         int block = i / 2, s = i % 2 * 2;  // slices s and s + 1: four matrices of 8 columns
         u32(&low)[2] = operands.x[s][block], (&high)[2] = operands.x[s + 1][block];
         load_matrices(x + block * 1024 + ((2 * s + lane / 8) ^ lane % 8) * 16, low[0], low[1], high[0], high[1]);
@@ -36,7 +38,7 @@ __device__ __forceinline__ void multiply_tile(Sums& sums, const Operands& operan
             u32 w[4];
             unpack_8_bits(w, s % 2 ? words.z : words.x, s % 2 ? words.w : words.y);
 #pragma unroll
-            for (int block = 0; block < ROWS / 8; ++block)
+            for (int block = 0; block < X_BLOCKS; ++block)
                 multiply16(*reinterpret_cast<float(*)[4]>(sums.of[tile] + 4 * block), w, operands.x[s][block]);
         }
     }
