@@ -26,13 +26,16 @@ HOPPER = GPUTarget("cuda", 90, 32)
 ROUTED = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_K": 128, "PDL": True}
 PLAIN = {"BIASED": False, "CLAMPED": False, "PDL": True}
 MATRIX = {"SIZE_K": 2048, "EXPERTS": 128, "TOP_K": 8, "BLOCK_E": 128, "BLOCK_T": 8, "BLOCK_K": 128}
-FEW = MATRIX | PLAIN | {"LISTED": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 4}
+FEW = MATRIX | PLAIN | {"LISTED": False, "ALONE": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 4}
 LISTED = {"LISTED": True}
 MANY = FEW | LISTED | {"PDL": False, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3}
 MOST = MANY | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4}
 CLAMPED = {"FIRST": True, "GATED": True, "BIASED": True, "CLAMPED": True}
 GATED, DOWN = {"FIRST": True, "GATED": True}, {"FIRST": False, "GATED": False}
-QUANTIZED = {name: value for name, value in FEW.items() if name != "BLOCK_K"} | {"BLOCK_N": 64, "ZEROS": False}
+QUANTIZED = {name: value for name, value in FEW.items() if name not in ("ALONE", "BLOCK_K")} | {
+    "BLOCK_N": 64,
+    "ZEROS": False,
+}
 FP8 = QUANTIZED | {"BITS": 8, "GROUP": 0, "SCALE_ROWS": 1, "PART": 128}
 FP8_BLOCKS = FP8 | {"GROUP": 128, "SCALE_ROWS": 128}
 INT4 = FP8 | {"BITS": 4, "GROUP": 128}
@@ -64,8 +67,9 @@ TYPES = {
     "zeros_ptr": "*fp32",
     "squares_ptr": "*fp32",
 }
-SUM = {"TOP_K": 8, "BLOCK": 2048, "PDL": True}
+SUM = {"TOP_K": 8, "BLOCK": 1024, "PDL": True}
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, constants, what the code must have
+    "one row, gated": (products.multiply_kernel, 4, FEW | GATED | {"ALONE": True}, "mma.sync"),
     "few rows, gated": (products.multiply_kernel, 4, FEW | GATED, "mma.sync"),
     "few rows, clamped": (products.multiply_kernel, 4, FEW | CLAMPED, "mma.sync"),
     "few rows": (products.multiply_kernel, 4, FEW | LISTED | DOWN, "mma.sync"),
@@ -101,6 +105,21 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]
+    ptx = compiled(kernel, num_warps, constants)["ptx"]
+    assert expected in ptx and ".local" not in ptx
+    if "PART" in constants:  # `mma.sync` would add columns of K in another order
+        assert "mma.sync" not in ptx
+
+
+def test_a_products_sum_does_not_begin_with_a_bias() -> None:
+    """In a loop of one step the compiler sees a product, of which nothing is added yet, and a bias after it."""
+    constants = FEW | GATED | {"SIZE_K": 128, "BIASED": True}
+    dots = [line for line in compiled(products.multiply_kernel, 4, constants)["ttir"].splitlines() if "tt.dot" in line]
+    assert len(dots) == 2 and all("%cst" in line for line in dots)
+
+
+def compiled(kernel: Any, num_warps: int, constants: dict[str, Any]) -> Any:
+    """By the name of the stage."""
     function, types = kernel.compiled, TYPES
     if "FACTORS" in constants:
         types = types | {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
@@ -114,10 +133,7 @@ def test_it_compiles_without_spills(name: str) -> None:
     }
     by_place = {(function.arg_names.index(argument),): value for argument, value in constants.items()}
     options = {"num_warps": num_warps, "num_stages": 3}
-    ptx = triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options=options).asm["ptx"]
-    assert expected in ptx and ".local" not in ptx
-    if "PART" in constants:  # `mma.sync` would add columns of K in another order
-        assert "mma.sync" not in ptx
+    return triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options=options).asm
 
 
 def widened_by_assembly(kernel: Any, *more: int) -> np.ndarray[Any, Any]:

@@ -117,6 +117,7 @@ def multiply(
         EXPERTS=num_experts,
         TOP_K=top_k,
         LISTED=places.are_listed,
+        ALONE=num_rows == 1,
         FIRST=first,
         GATED=gated,
         BIASED=bias is not None,
@@ -156,14 +157,18 @@ def multiply_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor,
     counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int, shared: int,
     alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    LISTED: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert."""
+    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. ALONE: x has one row."""
     wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
+    elif ALONE:
+        expert = tl.load(experts_ptr + tl.program_id(1))
+        live = tl.arange(0, BLOCK_M) == 0
+        place, runs = tl.where(live, tl.program_id(1), 0), expert >= 0
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
     if not FIRST:
@@ -187,11 +192,20 @@ def multiply_kernel(
                 up = tl.dot(x, tl.load(up_matrix + k[:, None], mask=mask, other=0.0), up, input_precision="ieee")
         if BIASED:
             biases = bias_ptr + first + n
-            y += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+            y = _plus(y, tl.load(biases, mask=inside_n, other=0.0))
             if GATED:
-                up += tl.load(biases + size_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+                up = _plus(up, tl.load(biases + size_n, mask=inside_n, other=0.0))
         y = gate_of(y, up, alpha, limit, GATED, CLAMPED)
         tl.store(out_ptr + place.to(tl.int64)[:, None] * size_n + n[None, :], y, mask=live[:, None] & inside_n[None, :])
+
+
+@TritonKernel
+def _plus(y: tl.tensor, bias: tl.tensor) -> tl.tensor:
+    """Not `y + bias`: of a loop of one step the compiler would begin the product's sum with the bias.
+
+    Shapes: [M, N], [N].
+    """
+    return tl.fma(y, tl.full(y.shape, 1.0, tl.float32), tl.broadcast_to(bias.to(tl.float32)[None, :], y.shape))
 
 
 @TritonKernel
