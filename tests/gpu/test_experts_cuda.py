@@ -5,7 +5,7 @@ Its pass is what a start on a GPU waits for (`load_target`).
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed, Routing, experts_mlp, route
+from overlap_spec_kernels import Biases, Norm, Normed, Routing, experts_add, experts_mlp, route
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_schedules
 from torch import Tensor
@@ -95,6 +95,53 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
     many = drawn(4096, sizes[2], dtype=dtype)
     many[1000:1256] = x
     assert torch.equal(run(mixture, many)[1000:1256], alone)
+
+
+@pytest.mark.parametrize("hidden", [104, 2048])
+def test_a_row_with_biases_does_not_depend_on_its_neighbours(hidden: int) -> None:
+    """Where K is one step of the loop of small tiles, too: a product's sum does not begin with the bias."""
+    stack = mixture_of((6, 3, hidden, 40), BFLOAT).experts
+    assert isinstance(stack, StackedExperts)
+    biases = Biases(drawn(6, 80, dtype=BFLOAT), drawn(6, hidden, dtype=BFLOAT))
+    x, routing = (
+        drawn(300, hidden, dtype=BFLOAT),
+        route(drawn(300, 64, dtype=BFLOAT), drawn(6, 64, dtype=BFLOAT), 3, True),
+    )
+    whole = experts_mlp(x, stack.gate_up, stack.down, routing, biases)
+    for num_rows in ROWS:
+        some = Routing(*(each[:num_rows] for each in routing))
+        assert torch.equal(experts_mlp(x[:num_rows], stack.gate_up, stack.down, some, biases), whole[:num_rows]), (
+            num_rows
+        )
+
+
+# A ring that holds all columns, and one that is filled again; fewer experts than warps; half of the experts' columns
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0], (16, 4, 2048, 1536), (16, 8, 1024, 2048), (6, 3, 256, 128), (6, 1, 64, 384)]
+)
+def test_one_row_has_the_bits_of_two(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """The sum in one launch with the second product, and in a launch of its own; with what the next norm needs."""
+    mixture, x = mixture_of(sizes, dtype), drawn(24, sizes[2], dtype=dtype)
+    residual, shared = drawn(24, sizes[2] + 8, dtype=dtype)[:, : sizes[2]], drawn(24, sizes[2], dtype=dtype)
+    stack, norm = mixture.experts, Norm(1 + drawn(sizes[2], dtype=dtype, scale=0.3), 1e-5)
+    assert isinstance(stack, StackedExperts)
+    for beside in (None, shared):
+
+        def add(rows: slice, beside: Tensor | None = beside) -> Normed:
+            own = None if beside is None else beside[rows]
+            return experts_add(
+                x[rows], stack.gate_up, stack.down, mixture.router(x[rows]), residual[rows], norm, shared=own
+            )
+
+        two = add(slice(0, 24))
+        assert two.squares is not None
+        for row in range(24):
+            one = add(slice(row, row + 1))
+            assert one.squares is not None and torch.equal(one.values[0], two.values[row]), row
+            assert torch.equal(one.weighted[0], two.weighted[row]) and torch.equal(
+                one.squares[:, 0], two.squares[:, row]
+            )
 
 
 @sync_mode_warns

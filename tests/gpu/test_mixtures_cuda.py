@@ -167,7 +167,7 @@ def test_the_sum_with_the_residual_is_the_one_without(dtype: torch.dtype) -> Non
     routing = mixture.router(x.normalised())
     found = experts_add(x.normalised(), stack.gate_up, stack.down, routing, x.values, norm)
     assert torch.equal(found.values, x.values + stack(x.normalised(), routing))
-    torch.testing.assert_close(found.weighted, norm(found.values))
+    torch.testing.assert_close(found.normalised(), norm(found.values))
     shared = drawn(40, MIXTRAL[2], dtype=dtype)
     beside = experts_add(x.normalised(), stack.gate_up, stack.down, routing, x.values, norm, shared=shared)
     assert torch.equal(beside.values, x.values + (stack(x.normalised(), routing) + shared))
@@ -185,7 +185,8 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
     def run(rows: Normed) -> Tensor:
         out = mixture.add(rows, norm)
-        return torch.cat((out.values, out.weighted), dim=1)
+        assert out.squares is not None
+        return torch.cat((out.values.float(), out.weighted.float(), out.squares.t()), dim=1)
 
     alone = torch.cat([run(some(x, torch.tensor([row], device=PLACE))) for row in range(256)])
     for num_rows in ROWS:
@@ -195,7 +196,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
 
 @sync_mode_warns
-@pytest.mark.parametrize("num_rows", [4, 32])
+@pytest.mark.parametrize("num_rows", [1, 4, 32])
 @pytest.mark.parametrize("stored", ["16 bits", "fp8 by block", "awq"])
 def test_it_is_captured_and_asks_nothing_of_the_host(stored: str, num_rows: int) -> None:
     mixture, norm = mixture_of(QWEN, FORMATS[stored], BFLOAT), norm_of(QWEN[2], BFLOAT)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_8bit, _decode_attention_gluon, _tree_attention_gluon
+from overlap_spec_kernels.experts import sum_of_experts
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from support.torn_conversions import conversions_to_8_bits, torn_conversions
 from triton.backends.compiler import GPUTarget
@@ -17,7 +18,7 @@ FLOAT32 = ("squares_ptr", "sums_ptr", "best_ptr", "cos_sin_ptr", "outputs_ptr", 
 INTEGERS = {
     "best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64",
     "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64", "k_pairs_ptr": "*i16", "v_pairs_ptr": "*i16",
-    "shares_ptr": "*i64",
+    "shares_ptr": "*i64", "experts_ptr": "*i64",
 }  # fmt: skip
 LINEAR = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
@@ -113,6 +114,16 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
     if argument.endswith("_ptr"):
         return "*fp32" if argument in FLOAT32 else INTEGERS.get(argument, "*bf16")
     return "fp32" if argument in ("eps", "scale_log2", "inverse_k", "inverse_v", "v_scale") else "i32"
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("inner", "top_k", "stages"), [(768, 8, 5), (512, 6, 4)])
+def test_experts_of_one_row(inner: int, top_k: int, stages: int) -> None:
+    """Qwen3-30B-A3B's; and a ring that holds all columns, of fewer experts than warps."""
+    constants = {"SIZE_K": inner, "TOP_K": top_k, "SHARED": top_k == 6, "WARPS": 8, "BLOCK_K": 128, "STAGES": stages}
+    ptx = assembly(sum_of_experts, "_multiply_and_add_kernel", constants | {"PDL": True}, 8)
+    assert "mma.sync" in ptx and ".local" not in ptx
+    assert ptx.index("cp.async") < ptx.index("griddepcontrol.wait"), "the ring is filled before the wait"
 
 
 @pytest.mark.full_but_every(2)

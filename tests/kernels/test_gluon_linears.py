@@ -16,11 +16,14 @@ from overlap_spec_kernels import (
     Norm,
     Normed,
     OrderedWeight,
+    Routing,
     fused_linear,
     linear_add,
     linear_argmax,
     linear_logits,
 )
+from overlap_spec_kernels.experts import sum_of_experts
+from overlap_spec_kernels.experts.sum_of_experts import multiply_and_add
 from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear
 from torch import Tensor
 
@@ -175,3 +178,22 @@ def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any])
     assert constants.get("WARPS_K", 1) == constants.get("SPLITS", 1) == 1
     assert torch.equal(linear_argmax(x, OrderedWeight(weight)), expected.argmax(1))
     assert gpu.launches[-2].constants["ARGMAX"], "the logits of a greedy step are not written"
+
+
+# (experts of the row, inner columns, stages of the ring): it holds all columns, or is filled again
+@pytest.mark.parametrize(("top_k", "inner", "stages"), [(8, 384, 3), (5, 1024, 4), (1, 384, 3), (3, 768, 2)])
+def test_experts_of_one_row(gpu: Hopper, monkeypatch: pytest.MonkeyPatch, top_k: int, inner: int, stages: int) -> None:
+    """The second product, the sum, what is added to it, and what the norm after it needs. The choice comes earlier."""
+    warps = 1 << (top_k - 1).bit_length()
+    monkeypatch.setattr(sum_of_experts, "_SHARED", 16 * inner + stages * 32 * warps * 128)
+    gpu.read_before_wait |= {"experts_ptr", "weights_ptr", "shared_ptr", "residual_ptr", "norm_ptr"}
+    x, weight = drawn(top_k, inner, dtype=BFLOAT), drawn(9, 48, inner, dtype=BFLOAT, scale=inner**-0.5)
+    routing = Routing(torch.randperm(9)[None, :top_k].contiguous(), torch.rand(1, top_k))
+    residual, norm = drawn(1, 48, dtype=BFLOAT), Norm(drawn(48, dtype=BFLOAT, scale=0.1) + 1, 0.1)
+    products = torch.einsum("ki,koi->ko", x.double(), weight[routing.experts[0]].double())
+    expected = residual.double() + routing.weights.double() @ products
+    for shared in (None, drawn(1, 48, dtype=BFLOAT)):
+        found = multiply_and_add(x, weight, routing, residual, norm, shared)
+        assert gpu.launches[-1].constants["STAGES"] == stages
+        assert_close(found.values, expected if shared is None else expected + shared.double(), BFLOAT)
+        assert_close(found.normalised(), normalised(found.values, norm), BFLOAT)

@@ -5,6 +5,8 @@
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
+For one row `sum_of_experts.multiply_and_add` is the last two in one launch, with the same bits.
+
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
 """
@@ -22,7 +24,14 @@ from overlap_spec_kernels.experts.float4_products import multiply_float4
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
 from overlap_spec_kernels.experts.quantized_products import multiply_quantized
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
-from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
+from overlap_spec_kernels.experts.sum_of_experts import (
+    PART,
+    Routing,
+    multiply_and_add,
+    squares_of,
+    sum_of_experts,
+    sums_in_product,
+)
 from overlap_spec_kernels.language import let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
     TritonKernel,
@@ -186,9 +195,13 @@ def _experts_add_triton(
     clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
+    if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
+        places = places_of(routing.experts, gate_up.shape[0])
+        return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     results = _results(x, gate_up, down, routing, biases, clamp)
-    normed = torch.empty((len(x), x.shape[1]), dtype=x.dtype, device=x.device)
-    return Normed(_summed(results, routing.weights, Addition(residual, norm, normed, shared)), normed)
+    weighted, squares = torch.empty(x.shape, dtype=x.dtype, device=x.device), squares_of(x)
+    values = _summed(results, routing.weights, Addition(residual, norm, weighted, squares, shared))
+    return Normed(values, weighted, squares, norm.eps)
 
 
 def _results(
@@ -197,11 +210,15 @@ def _results(
     """Of every place. Shapes: -> [T * k, H]."""
     places = places_of(routing.experts, gate_up.shape[0])
     of_gate_up, of_down = (None, None) if biases is None else biases
-    if clamp is None or isinstance(clamp, Clamp):
-        gated = _multiplied(x, gate_up, of_gate_up, places, True, True, clamp)
-    else:
-        gated = clamp(_multiplied(x, gate_up, of_gate_up, places, True, False, None))
+    gated = _gated(x, gate_up, of_gate_up, places, clamp)
     return _multiplied(gated, down, of_down, places, False, False, None)
+
+
+def _gated(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, places: Places, clamp: Gate | None) -> Tensor:
+    """The first product of every place, and what is made of gate and up. Shapes: -> [T * k, I]."""
+    if clamp is None or isinstance(clamp, Clamp):
+        return _multiplied(x, gate_up, bias, places, True, True, clamp)
+    return clamp(_multiplied(x, gate_up, bias, places, True, False, None))
 
 
 def _multiplied(
@@ -220,15 +237,16 @@ class Addition(NamedTuple):
 
     residual: Tensor
     norm: Norm
-    normed: Tensor
+    weighted: Tensor
+    squares: Tensor
     shared: Tensor | None
 
 
 def _summed(results: Tensor, weights: Tensor, add: Addition | None = None) -> Tensor:
-    """Each row's sum; with a residual, `normed` becomes its norm. Shapes: -> [T, H]."""
+    """Each row's sum; with a residual, what its norm needs besides. Shapes: -> [T, H]."""
     (num_rows, top_k), size = weights.shape, results.shape[1]
     out = torch.empty((num_rows, size), dtype=results.dtype, device=results.device)
-    block = next_power_of_2(size) if add is not None else min(next_power_of_2(size), _SUM_BLOCK)
+    block = min(max(next_power_of_2(size), PART), _SUM_BLOCK)
     shared = None if add is None else add.shared
     sum_kernel[(num_rows, ceil_div(size, block))](
         results,
@@ -237,10 +255,10 @@ def _summed(results: Tensor, weights: Tensor, add: Addition | None = None) -> Te
         out if add is None else add.residual,
         out if add is None else add.norm.weight,
         out,
-        out if add is None else add.normed,
+        out if add is None else add.weighted,
+        weights if add is None else add.squares,
         size,
         size if add is None else add.residual.stride(0),
-        0.0 if add is None else add.norm.eps,
         TOP_K=top_k,
         ADDED=add is not None,
         SHARED=shared is not None,
@@ -254,10 +272,11 @@ def _summed(results: Tensor, weights: Tensor, add: Addition | None = None) -> Te
 @TritonKernel
 def sum_kernel(
     results_ptr: tl.tensor, weights_ptr: tl.tensor, shared_ptr: tl.tensor, residual_ptr: tl.tensor,
-    norm_ptr: tl.tensor, out_ptr: tl.tensor, normed_ptr: tl.tensor, size: int, residual_stride: int, eps: float,
-    TOP_K: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    norm_ptr: tl.tensor, out_ptr: tl.tensor, weighted_ptr: tl.tensor, squares_ptr: tl.tensor, size: int,
+    residual_stride: int, TOP_K: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and block of columns: all of them, if a norm follows."""
+    """One program per row and block of columns. `_multiply_and_add_kernel` has the same sums in the same order."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -278,6 +297,16 @@ def sum_kernel(
     if ADDED:
         total = (total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         wide = total.to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / size + eps)
-        tl.store(normed_ptr + row * size + column, wide * scale * weight, mask=inside)
+        tl.store(weighted_ptr + row * size + column, wide * weight, mask=inside)
+        part = tl.program_id(1) * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
+        squares = _halves_added(_halves_added(_halves_added(_halves_added(wide * wide, 16), 8), 4), 2)
+        tl.store(squares_ptr + part * tl.num_programs(0) + row, squares, mask=part * 16 < size)
     tl.store(out_ptr + row * size + column, total, mask=inside)
+
+
+@TritonKernel
+def _halves_added(x: tl.tensor, LENGTH: tl.constexpr) -> tl.tensor:
+    """The second half of each run of values is added to its first, as lanes of a warp do. Shapes: [N] -> [N / 2]."""
+    RUNS: tl.constexpr = x.shape[0] // LENGTH
+    first, second = tl.split(tl.permute(tl.reshape(x, (RUNS, 2, LENGTH // 2)), (0, 2, 1)))
+    return tl.reshape(first + second, (RUNS * LENGTH // 2,))

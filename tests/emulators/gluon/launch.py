@@ -48,8 +48,9 @@ _ATTENTIONS = tuple(
     _module(f"attention.{name}")
     for name in ("_decode_attention_gluon", "_decode_attention_8bit", "_tree_attention_gluon")
 )
+_EXPERTS = _module("experts.sum_of_experts")
 _ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
-_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
+_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _EXPERTS, _ARGMAX)
 _BEGIN = _module("language")  # has how every Triton kernel begins
 
 

@@ -54,6 +54,10 @@ class Shared:
         assert 0 <= place < len(self.data), "a stage that the ring does not have"
         return Shared(self.data[place], self.dtype)
 
+    def slice(self, begin: int, count: int) -> Shared:
+        assert begin >= 0 and begin + count <= len(self.data), "places that the part does not have"
+        return Shared(self.data[begin : begin + count], self.dtype)
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order), self.dtype)
 

@@ -181,7 +181,9 @@ def test_rows_have_their_bits_with_and_without_a_list_of_places(num_rows: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
+def test_the_sum_with_a_residual_and_its_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """In two blocks of columns, of which the second is not full."""
+    monkeypatch.setattr(experts_mlp, "_SUM_BLOCK", 32)
     num_rows, num_experts, top_k, size, inner = SIZES[0]
     x, residual = 4 * drawn(num_rows, size, dtype=dtype), drawn(num_rows, size + 8, dtype=dtype)[:, :size]
     gate_up, down = drawn(num_experts, 2 * inner, size, dtype=dtype), drawn(num_experts, size, inner, dtype=dtype)
@@ -190,8 +192,9 @@ def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
     for beside in (None, shared):
         given = x, gate_up, down, routing, residual, norm, None, None, beside
         found, expected = _experts_add_triton(*given), experts_add_reference(*given)
-        for one, other in zip(found[:2], expected[:2], strict=True):
+        for one, other in ((found.values, expected.values), (found.normalised(), expected.weighted)):
             torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert found.squares is not None and len(found.squares) == 3  # of 16 columns each, and of 8
         routed = _experts_mlp_triton(x, gate_up, down, routing)
         assert torch.equal(found.values, residual + (routed if beside is None else routed + beside))
 
