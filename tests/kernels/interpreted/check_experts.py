@@ -1,5 +1,6 @@
 """The kernels of mixtures of experts under the interpreter: the router's choice, and the experts' weighted sum."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -134,8 +135,7 @@ def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("bits", [32, 8])
-def test_the_first_product_waits_for_the_choice(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_product_waits_for_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice, or the list of it, comes when a kernel waits: the kernel that makes it runs at the same time."""
     late: list[tuple[Tensor, Tensor]] = []
 
@@ -158,15 +158,14 @@ def test_the_first_product_waits_for_the_choice(bits: int, monkeypatch: pytest.M
     for module in (products, quantized_products, experts_mlp):
         monkeypatch.setattr(module, "dependent_launch", lambda *_: {"PDL": True})
     monkeypatch.setattr(experts_mlp, "places_of", listed)
-    weights = drawn(3, 256, 128, dtype=torch.float32), drawn(3, 128, 128, dtype=torch.float32)
-    if bits == 8:
-        weights = quantised(3, 256, 128, *FORMATS[0]), quantised(3, 128, 128, *FORMATS[0])
-    for num_rows in (5, 19):
-        for gate in (None, Clamp(1.702, 0.6), gelu_mul):
-            inputs = (4 * drawn(num_rows, 128, dtype=torch.float32), *weights, routing_of(num_rows, 3, 2), None, gate)
-            expected = experts_mlp_reference(*inputs)
-            found = _experts_mlp_triton(*inputs)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    of_32_bits = drawn(3, 256, 128, dtype=torch.float32), drawn(3, 128, 128, dtype=torch.float32)
+    of_8_bits = quantised(3, 256, 128, *FORMATS[0]), quantised(3, 128, 128, *FORMATS[0])
+    cases = itertools.product((5, 19), (None, gelu_mul), (of_32_bits, of_8_bits))
+    for num_rows, gate, weights in cases:
+        inputs = (4 * drawn(num_rows, 128, dtype=torch.float32), *weights, routing_of(num_rows, 3, 2), None, gate)
+        expected = experts_mlp_reference(*inputs)
+        found = _experts_mlp_triton(*inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("num_rows", [16, 1, 17])
