@@ -5,8 +5,8 @@
 
 `tile_of` and `quantized_tile` (kernels/overlap_spec_kernels/experts) have what was best. A variant is a chain of layers
 in one CUDA graph: both products, and the sum with a residual and its norm, of experts that take turns, so that none is
-in the L2 cache. Tiles of the first product are tried, then those of the second. Every variant must have the bits of the
-first one.
+in the L2 cache. Tiles of the first product are tried, then those of the second, which has none for one row in 16 bits
+(`sum_of_experts.py`). Every variant must have the bits of the first one.
 """
 
 import argparse
@@ -81,9 +81,9 @@ def fits(cut: tuple[int, int, int, int], gated: bool, bits: int) -> bool:
     return stages * (2 * 16 + weights) * k <= MOST_SHARED
 
 
-def variants(bits: int) -> Iterator[tuple[str, tuple[int, int, int, int], dict[bool, Tile]]]:
+def variants(bits: int, num_rows: int) -> Iterator[tuple[str, tuple[int, int, int, int], dict[bool, Tile]]]:
     """What is chosen, the choice, and where it goes."""
-    for gated in (True, False):
+    for gated in (True,) if bits == 16 and num_rows == 1 else (True, False):
         for cut in filter(partial(fits, gated=gated, bits=bits), CUTS if bits == 16 else NARROW_CUTS):
             columns, k, warps, stages = cut
             yield "gate, up" if gated else "down", cut, {gated: Tile(16, columns, k, warps, stages)}
@@ -97,11 +97,11 @@ def put(choice: dict[bool, Tile], bits: int) -> dict[bool, Tile]:
     return before
 
 
-def measure(layer: Layer, bits: int) -> Iterator[dict[str, Any]]:
+def measure(layer: Layer, bits: int, num_rows: int) -> Iterator[dict[str, Any]]:
     """A row for each variant, beside the best of what was chosen before it."""
     expected = [layer.run(routing).weighted for routing in layer.routings]
     best: dict[str, tuple[float, Any]] = {}
-    for what, cut, choice in variants(bits):
+    for what, cut, choice in variants(bits, num_rows):
         before = put(choice, bits)
         calls = [partial(layer.run, routing) for routing in layer.routings]
         assert all(torch.equal(call().weighted, one) for call, one in zip(calls, expected, strict=True)), (what, cut)
@@ -127,11 +127,11 @@ def main() -> None:
     bits = BITS[arguments.weights]
     layer, rows = Layer(SIZES[arguments.model], bits, arguments.rows), []
     with compiling_together(14) as compilations, compilations.finding():
-        for _, _, choice in variants(bits):
+        for _, _, choice in variants(bits, arguments.rows):
             before = put(choice, bits)
             layer.run(layer.routings[0])
             put(before, bits)
-    for row in measure(layer, bits):
+    for row in measure(layer, bits, arguments.rows):
         share = layer.num_bytes / BANDWIDTH / (row["us"] * 1e-6)
         rows.append(row | {"share": round(share, 3)})
         print(f"{row['what']:9} {row['cut']!s:20} {row['us']:7.2f} us, {share:6.1%} of 4.23 TB/s", flush=True)
