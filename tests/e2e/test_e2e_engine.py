@@ -64,7 +64,7 @@ def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path:
     LOOPS[loop](scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_ring.py compares requests in any company
 def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path) -> None:
     """In uvloop. A request that is refused among them changes no answer of the others."""
 
@@ -81,7 +81,7 @@ def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path
     uvloop.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_e2e_faults.py ends an actor
 def test_a_dead_actor_fails_open_and_later_requests(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:

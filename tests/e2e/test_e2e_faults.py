@@ -125,6 +125,7 @@ def test_a_stream_over_http_pauses_and_too_many_deaths_end_the_server(
         assert not any(is_running(pid) for pid in children.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Service, number: signal.Signals) -> None:
     stream = Stream(own_service.url, max_tokens=500)
@@ -192,7 +193,7 @@ def wait_for_state(service: Service, state: str, timeout_s: float) -> dict[str, 
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full  # a worker that hangs is, below
 def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     """One that goes on in time is well again."""
     with Service(tmp_path, *tiny_flags, "--no-recover", "--watchdog-timeout", "4") as service:

@@ -23,8 +23,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow
+@pytest.mark.full  # integration/test_mtp_checkpoint.py drafts by layers, test_e2e_eagle.py by a draft's files
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CHECKPOINTS[layout])

@@ -46,7 +46,7 @@ ROWS = [  # method, depth, streams, what happens to them, each time to all
         "chain", 2, 17, [Disturbance("worker"), Disturbance("scheduler", signal.SIGSTOP)], marks=pytest.mark.full
     ),
     pytest.param("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)], marks=pytest.mark.full),
-    pytest.param("ngram", 2, 16, [Disturbance("scheduler")]),
+    pytest.param("ngram", 2, 16, [Disturbance("scheduler")], marks=pytest.mark.full),
 ]
 EVERYTHING = [Disturbance(role, number) for role in PAIR for number in (signal.SIGKILL, signal.SIGSTOP)]
 
@@ -125,7 +125,7 @@ class WithFrontend(Disturbance):
         os.kill(engine.pids["frontend"], signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_e2e_frontend_restart.py ends a frontend, soak/test_deaths.py every process
 @pytest.mark.parametrize(
     "what",
     [WithFrontend("worker"), pytest.param(WithFrontend("scheduler", signal.SIGSTOP), marks=pytest.mark.full)],

@@ -62,6 +62,7 @@ def test_no_new_tokens_compute_the_prompt_only(service: Service) -> None:
         assert reply["meta_info"]["prompt_tokens"] == len(LONG_PROMPT)
 
 
+@pytest.mark.slow
 def test_a_flush_right_after_an_answer_succeeds(service: Service) -> None:
     for attempt in range(10):
         prompt = [attempt, *LONG_PROMPT]

@@ -100,6 +100,7 @@ def test_a_busy_port_is_one_sentence_before_anything_is_loaded(service: Service)
     assert service.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_public_host_without_a_key_is_warned_of_once_it_listens(tmp_path: Path) -> None:
     warning = "is reachable from other machines, and there is no --api-key"
     nowhere = ("--port", "0", "--model", "/nowhere/at/all")

@@ -31,7 +31,7 @@ def flags_of(draft: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full  # integration/test_ring_standalone.py has the tokens, test_e2e_eagle.py a draft's files
 def test_tokens_are_those_of_plain_decoding(
     engine_of: EngineOf, draft: Path, seeded: tuple[SamplingParams, list[int]]
 ) -> None:

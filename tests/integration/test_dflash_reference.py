@@ -80,6 +80,7 @@ def test_logits_of_16_steps(num_rows: int, tmp_path: Path, monkeypatch: pytest.M
         assert len(found) >= NUM_STEPS
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("num_rows", [2, 4, 8])
 def test_guesses_and_accept_lengths(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)

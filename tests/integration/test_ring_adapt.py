@@ -109,6 +109,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> Swaps:
     return swap_all_the_time(monkeypatch)
 
 
+@pytest.mark.slow
 def test_tokens_are_plain_decodings_while_heads_change(codec: TextCodec, swaps: Swaps) -> None:
     """Random schedules: preemptions, aborts, prefix hits on what older heads have left, steps of all widths."""
     seen = run_seeds(range(2, 3), codec, {"num_steps": 3, "topk": 1, "adapt": AdaptSettings(0.5)})

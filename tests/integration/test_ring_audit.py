@@ -41,7 +41,7 @@ def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) 
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(12)
+@pytest.mark.full_but_every(20)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in TINY_METHODS if name != "EAGLE3"])
 def test_of_every_method(codec: TextCodec, method: str) -> None:

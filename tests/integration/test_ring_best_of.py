@@ -42,6 +42,7 @@ def ranked(codec: TextCodec) -> Iterator[list[Ranked]]:
     log_probs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_best_of_plain_decodings_answers_are_returned(codec: TextCodec, ranked: list[Ranked], shape: str) -> None:

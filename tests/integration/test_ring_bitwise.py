@@ -101,7 +101,7 @@ def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
 
 
 @pytest.mark.full_but_every(8)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "mistral with a window", "gemma 3", "olmo 2", "phi 3", "phi 3 in part"]
 )
@@ -125,8 +125,8 @@ def replace_tokens(sampling: SamplingParams, most: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=most, temperature=0.0, seed=0, ignore_eos=True, log_probs=sampling.log_probs)
 
 
-@pytest.mark.slow_but_every(4)
-@pytest.mark.parametrize("rounds", [range(1), range(1, 3), pytest.param(range(3, 40), marks=pytest.mark.full)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.full)], ids=str)
 def test_random_schedules(codec: TextCodec, rounds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in rounds:

@@ -26,6 +26,7 @@ def served(codec: TextCodec, family: str, num_requests: int) -> Stats:
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral"])
 def test_the_report_has_the_experts_of_a_step(codec: TextCodec, family: str) -> None:

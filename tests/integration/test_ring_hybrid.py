@@ -107,7 +107,7 @@ def in_rows_alone(self: Linear, x: Tensor | Normed) -> Tensor:
     "num_tokens",
     [
         40,
-        pytest.param(150, marks=pytest.mark.slow),
+        pytest.param(150, marks=pytest.mark.full),
         pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(300)]),
     ],
 )

@@ -66,7 +66,7 @@ def test_windows(codec: TextCodec, family: str) -> None:
     assert answers(codec, replace(config, num_steps=3, topk=3))[0] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the test above and test_ring_ranks.py show as much
 def test_2_schedules(codec: TextCodec) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""
     seen = run_seeds(range(3, 5), codec, {"kv_dtype": E4M3, "topk": 3})

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from support.ring import CLIENT, TIMEOUT_S, Answer, Ring, RingConfig, running, tiny_loaded
 from support.small_tokenizers import smollm2
 
@@ -26,6 +27,7 @@ def start(ring: Ring, request_id: str, prompt: list[int], sampling: SamplingPara
     return answer
 
 
+@pytest.mark.slow
 def test_a_request_that_is_ended_by_its_limit_leaves_nothing() -> None:
     async def use(ring: Ring) -> None:
         alone = await ring.ask([1, 2, 3], LONG)

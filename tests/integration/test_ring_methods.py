@@ -9,7 +9,7 @@ from overlap_spec.frontend.codec import TextCodec
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_random_schedules.py
 
 
-@pytest.mark.full_but_every(5)
+@pytest.mark.full_but_every(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_2_schedules(codec: TextCodec, method: str) -> None:

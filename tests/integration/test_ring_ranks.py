@@ -32,7 +32,7 @@ def test_a_schedule(codec: TextCodec) -> None:
     assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(37)
+@pytest.mark.full_but_every(74)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("family", "method", "topk"), CASES)

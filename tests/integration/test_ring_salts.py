@@ -73,6 +73,7 @@ def test_two_salts_that_run_together_share_nothing() -> None:
     with_ring(RingConfig(num_steps=3, page_size=4, num_pages=200, max_len=160, num_slots=3), use)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_comes_back_to_its_own_salt() -> None:
     """What it finds again is its own, and what it leaves behind is found by none of another salt."""
 

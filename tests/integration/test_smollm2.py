@@ -93,7 +93,7 @@ def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, r
         assert_equal_up_to_near_ties(rows[:3], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_ring_random_schedules.py draws with and without guesses
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(plain: Solo, eagle3: Solo, rows: list[dict]) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=12345)
     for row in rows[:2]:

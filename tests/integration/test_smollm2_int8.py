@@ -46,7 +46,7 @@ def test_it_reads_its_own_answers_as_float32_does(files: ModelFiles, rows: list[
     assert 1e-4 < torch.stack(errors).mean() < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_served_and_speculation_changes_nothing(
     files: ModelFiles, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def tokens_per_forward(answers: list[tuple[list[int], int]]) -> float:
     return sum(len(tokens) for tokens, _ in answers) / sum(count for _, count in answers)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_guesses_and_runs_are_the_written_out_loops(engine: Solo, prompts: list[list[int]]) -> None:
     for prompt in prompts[:FEW_PROMPTS]:
         answer = answer_alone(engine, prompt, FEW_TOKENS)

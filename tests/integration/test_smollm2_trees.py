@@ -84,8 +84,7 @@ def check_trees(solo: Solo, rows: list[dict], expected: list[dict], num_tokens: 
     return lengths
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", METHODS)
 def test_trees_and_runs_are_the_written_out_loops(open_tree: Open, rows: list[dict], trees: dict, name: str) -> None:

@@ -31,7 +31,7 @@ def test_a_server_without_other_entry_points_answers_as_one_with_all() -> None:
     check(*BESIDE_SERVER)
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", BESIDE_SERVER)
 def test_a_server_without_one_entry_point_answers_as_one_with_all(folder: str) -> None:

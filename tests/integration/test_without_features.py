@@ -58,7 +58,7 @@ def test_an_engine_without_any_feature_answers_as_one_with_all() -> None:
     check(*FOLDERS)
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_an_engine_without_one_feature_answers_as_one_with_all(folder: str) -> None:

@@ -91,6 +91,7 @@ ROOMS = {
 GROUPS = {name: names_in(group) for name, group in PROJECT["dependency-groups"].items()}
 
 
+@pytest.mark.slow
 def test_every_import_is_declared(imports: list[Import]) -> None:
     assert not [found for found in imports if found.distribution not in REQUIRED | OPTIONAL]
 

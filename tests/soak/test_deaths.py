@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from support.soak.deaths import death_run
 
-CI_S = 60.0  # `.ci/run` has a minute of deaths: each kind of process dies and hangs under every parameter
+CI_S = 40.0  # `.ci/run` has 40 seconds of deaths: each kind of process dies and hangs under every parameter
 
 
 @pytest.mark.slow

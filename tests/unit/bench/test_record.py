@@ -102,6 +102,7 @@ def tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tree:
     return Tree(tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_a_part_is_one_file_that_names_all_it_is_of(tree: Tree) -> None:
     status, text = tree.record()
     assert status == 0 and tree.calls() == ["a", "b", "c"]
@@ -116,6 +117,7 @@ def test_a_part_is_one_file_that_names_all_it_is_of(tree: Tree) -> None:
     assert file["commands"]["a"]["command"] == ONE.commands[0].words
 
 
+@pytest.mark.slow
 def test_only_what_the_code_has_left_behind_is_measured_again(tree: Tree) -> None:
     assert tree.states() == ["missing", "missing"]
     tree.record()
@@ -130,6 +132,7 @@ def test_only_what_the_code_has_left_behind_is_measured_again(tree: Tree) -> Non
     assert tree.states() == ["fresh", "fresh"]
 
 
+@pytest.mark.slow
 def test_another_command_makes_a_part_stale(tree: Tree) -> None:
     tree.record()
     assert tree.states(table=(ONE, replace(TWO, commands=(command("d"),)))) == ["fresh", "stale"]
@@ -190,6 +193,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tree: Tree) -> None:
     assert status == 1 and tree.calls() == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_cards_are_never_mixed(tree: Tree) -> None:
     tree.record()
     assert tree.newest("h100") is None and tree.states("h100") == ["missing"]
@@ -244,6 +248,7 @@ def test_too_little_time_is_told_before_anything_runs(tree: Tree) -> None:
     assert tree.calls() == ["a", "b"] and tree.states(table=(ONE, long)) == ["fresh", "missing"]
 
 
+@pytest.mark.slow
 def test_a_machine_without_git(tree: Tree) -> None:
     """The reader finds the commit by the trees."""
     head = git(tree.root, "rev-parse", "--short=12", "HEAD")

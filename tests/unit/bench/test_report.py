@@ -17,6 +17,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=20), inner))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])  # on busy cores
 @given(VALUES)
 def test_what_is_read_is_what_was_written(value: Any) -> None:

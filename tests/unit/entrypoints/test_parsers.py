@@ -350,7 +350,7 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

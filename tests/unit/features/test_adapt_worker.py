@@ -148,6 +148,7 @@ def test_a_large_head_does_not_learn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -
         needs(replace(fake_settings(), adapt=AdaptSettings(0.05)), models)
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_steps_of_each_shape_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of it is left."""
     hook, keys = hook_of(), list[Any]()

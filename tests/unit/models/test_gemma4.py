@@ -43,6 +43,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     torch.testing.assert_close(logits_of(load_tiny_target(checkpoint, torch.float32)), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_counts(family: str) -> None:
     checkpoint = random_checkpoint(family)

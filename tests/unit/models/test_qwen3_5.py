@@ -63,6 +63,7 @@ def test_logits_are_those_of_transformers_from_published_files(
     assert "4 tensors of model.visual are not read: only text is served" in caplog.text
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_counts(family: str) -> None:
     checkpoint = random_checkpoint(family)

@@ -147,9 +147,9 @@ def test_reckless_admission_preempts_much_and_still_ends(monkeypatch):
     monkeypatch.setattr(queues, "MIN_RATIO", 0.0)
     monkeypatch.setattr(queues.NewTokenRatio, "raise_after_preemption", lambda self, remaining: None)
     seen: Counter = Counter()
-    for seed in range(120):
+    for seed in range(40):
         seen += run_schedule(seed)
-    assert seen["preemptions"] > 100
+    assert seen["preemptions"] > 33
 
 
 @pytest.mark.full

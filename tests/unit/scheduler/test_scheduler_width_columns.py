@@ -29,7 +29,7 @@ def test_the_trees_are_what_they_are_said_to_be(tree: Tree) -> None:
     assert ranked[0][0] == BEST[tree] and ranked[0][1] > 1.08 * ranked[1][1], ranked
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize("tree", BEST)
@@ -41,7 +41,7 @@ def test_it_converges_to_the_best_width(tree: Tree, batch_size: int, depth: int)
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize(("before", "after"), [(RICH, POOR), (RICH, WRONG), (POOR, RICH), (WRONG, RICH)])
 def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: int) -> None:

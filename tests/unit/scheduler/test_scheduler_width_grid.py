@@ -65,7 +65,7 @@ def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mean", MEANS)
 def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_width(mean: float, seed: int) -> None:
@@ -76,6 +76,7 @@ def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_w
     assert statistics.geometric_mean(cell.of_best for (_, num), cell in found.items() if num == 256) > 0.98
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("num_tokens", [64, 256])
 def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int, num_tokens: int) -> None:
@@ -99,7 +100,7 @@ def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -
     assert after.count(usual) < (200 if batch_size == 1 else 24), "of one slot each step tells little"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_acceptance_that_comes_back_is_found_after_every_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a trial can tell: all requests begin at once, and steps of two columns pay by a few percent."""
     monkeypatch.setitem(SERVED, 256, (9.08, 15.6, 29.3, 56.3))

@@ -68,7 +68,7 @@ def test_a_cold_engine_is_not_slower_than_plain_decoding(mean: float, num_tokens
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 def test_it_does_not_learn_to_be_slower(guesses: Guesses) -> None:
     engine = Served(COSTS, guesses)
@@ -77,6 +77,7 @@ def test_it_does_not_learn_to_be_slower(guesses: Guesses) -> None:
         assert of_plain > 0.97 and of_best > (0.85 if batch_size == 1 else 0.9), batch_size
 
 
+@pytest.mark.slow
 def test_acceptance_that_falls_while_serving() -> None:
     for batch_size in (24, 100, 256):
         engine = Served(COSTS, Synthetic(3.5))
@@ -119,7 +120,7 @@ def test_a_width_that_is_slower_than_measured_is_left_for_good() -> None:
     assert engine.run(1000).count(1) > 980
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("batch_size", [1, 32, 256])
 def test_trials_cost_a_hundredth_of_the_time(batch_size: int) -> None:
     engine = Served(COSTS, Chain((0.0,) * 7))

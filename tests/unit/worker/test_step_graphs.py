@@ -62,6 +62,7 @@ def captured(executor: Executor) -> Captured:
     return Captured(windows.counts, prompts.counts)
 
 
+@pytest.mark.slow
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     graphs = captured(executor_of("EAGLE3"))
     assert graphs.decode == {"layers": 6, "judge": 6 * KINDS, "draft": 4 * DRAFTS, "catch up": 2}, "none at width 1"
