@@ -83,4 +83,5 @@ def test_a_draft_whose_kv_is_its_guesses_cannot_have_a_branch() -> None:
         fuse(spec, tiny_loaded(3, 3, method="STANDALONE").proposer)
     assert fuse(SpecSettings("EAGLE3", "draft", 3, 1, 4), tiny_loaded(3, 3).proposer) is None
     fused = fuse(spec, tiny_loaded(3, 3).proposer)
-    assert isinstance(fused, FusedDraft) and fused.profile.tree == TreeShape(4) and not fused.profile.draft_vocab_size
+    tree = TreeShape(4, drafted_levels=3, branch=4, branch_flag="--speculative-fuse-ngram")
+    assert isinstance(fused, FusedDraft) and fused.profile.tree == tree and not fused.profile.draft_vocab_size
