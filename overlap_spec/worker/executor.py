@@ -1,11 +1,9 @@
 """Runs plans, one step after another, on the device.
 
 One thread starts all steps. On CUDA it enqueues their work and never waits for the device; on a CPU it does the work.
-What a step needs of the one before it is in the slot rows. A step has one or two parts, windows and then prompts.
-`Executor._run` is the whole of it.
-
-A feature may have work for the host in the middle of a step (`hooks.py`). So a launch is a generator that yields what
-it waits for. The launch of any other step yields nothing and is complete at once.
+What a step needs of the one before it is in the slot rows. A step has one or two parts, windows and then prompts:
+`Executor._run`. A feature may have work for the host in its middle (`hooks.py`), so a launch is a generator that yields
+what it waits for. The launch of any other step yields nothing and is complete at once.
 """
 
 import time
@@ -54,8 +52,9 @@ class Executor:
         self._inputs = StepInputs(slots, prefill_step, DraftLag(0 if self.is_self_drafting else most_missed))
         self._snapshots = snapshots
         self._timeline = Timeline(device)
-        # Of all launches, which do not overlap: making one takes half a microsecond.
-        self._mode = torch.inference_mode()
+        self._mode = (
+            torch.inference_mode()
+        )  # of all launches, which do not overlap: making one takes half a microsecond
 
     def use(self, runner: Runner) -> None:
         """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
@@ -102,10 +101,7 @@ class Executor:
             yield from self._run(part, on_published)
 
     def _run(self, step: Step, on_published: OnPublished) -> Iterator[Wait]:
-        """Launch a step. Tokens leave before a draft is launched: that takes a CPU long, and the host beside prompts.
-
-        Of windows alone on CUDA the draft is launched first: so the device never waits for the host to send tokens.
-        """
+        """Launch a step. Tokens leave before a draft is launched, which takes a CPU, or a host beside prompts, long."""
         hooks, inputs = self.hooks, self._inputs
         handed_over = (*hooks.published, on_published)  # told when the copy out of a part's tokens has begun
         for changed in hooks.changed if step.plan.resets else ():
@@ -133,7 +129,7 @@ class Executor:
         for handle, part, of_part in works:
             if handle.plan.drafts:
                 of_part.draft(part, handle.plan.width)
-        for told in handed_over if drafts_first else ():
+        for told in handed_over if drafts_first else ():  # so the device never waits for the host to send tokens
             told(last)
         inputs.launched(step)
         self._timeline.end(last)
