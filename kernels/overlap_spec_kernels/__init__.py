@@ -25,7 +25,7 @@ from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
 from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, NearKeys, RowAttention, RowsArgument
 from overlap_spec_kernels.attention.tree_attention import tree_attention
-from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
+from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.experts.best_of_groups import Grouping, best_of_groups
 from overlap_spec_kernels.experts.experts_mlp import Biases, Gate, clamped_mul, experts_add, experts_mlp
@@ -207,7 +207,6 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
-    "load_compiler",
     "loaded_only",
     "log_prob_rows",
     "marginal_tree",

@@ -29,17 +29,6 @@ PR_SET_PDEATHSIG = 1
 LAST = 10  # niceness of what compiles: the process that launches goes on meanwhile
 
 
-def load_compiler() -> None:
-    """Import Triton and let it hash its own files, for which its first compilation would wait a second.
-
-    It may run in a thread while other work goes on.
-    """
-    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 @contextlib.contextmanager
 def compiling_together(processes: int | Executor) -> Iterator[Compilations]:
     """In this block kernels are compiled many at once: those found in a block of `finding`. At its end all are.
@@ -163,10 +152,16 @@ class _NoDevice:
 
 
 def begin_compiler(parent: int) -> None:
-    """Begin a process of the pool: import what every compilation needs, but no kernel. Others have cores first."""
+    """Begin a process of the pool: import Triton, and let it hash its own files, as every compilation needs it.
+
+    Others have cores first.
+    """
     end_with(parent)
     os.nice(LAST)
-    load_compiler()
+    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def end_with(parent: int) -> None:

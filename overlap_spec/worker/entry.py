@@ -1,8 +1,9 @@
 """Where the worker's process begins: what can go on while torch is imported, which takes seconds, does.
 
-The driver opens the GPU, and processes that will compile kernels start.
+The driver opens the GPU, Triton reads its own files, and processes that will compile kernels start.
 """
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -16,6 +17,7 @@ async def main(context: ActorContext) -> None:
     """Import the worker and run it (`worker_actor.main`)."""
     if context.settings.model.device == "cuda":
         threading.Thread(target=open_gpu, args=(rank_of(context.role) or 0,), daemon=True).start()
+        threading.Thread(target=open_compiler, daemon=True).start()
     compilers = started_compilers(context.settings)
     gc.disable()  # imports make many objects and hardly any garbage
     try:
@@ -35,3 +37,11 @@ def open_gpu(rank: int) -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), rank) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def open_compiler() -> None:
+    """Let Triton hash its own files, 400 MB, for which the first kernel would wait, compiled or not."""
+    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()

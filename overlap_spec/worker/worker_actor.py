@@ -5,7 +5,6 @@ The start-up table and reports show how long the phases of its start take, one a
 
 import logging
 import os
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 import zmq
 from msgspec.structs import replace
-from overlap_spec_kernels import load_compiler
 
 from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
@@ -256,8 +254,6 @@ def _start(
 ) -> Executor:
     """Load, warm up and report. Returns what runs steps."""
     settings = context.settings
-    if settings.model.device == "cuda":
-        threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     loading = partial(context.progress, "loading weights")
     executor, geometry, models = build(settings, loading, measured=True, ranks=ranks)
     times.end("weights and caches")

@@ -1,8 +1,10 @@
-"""The worker's process opens the GPU, and starts compilers, before it imports torch; it goes on without them."""
+"""The worker's process opens the GPU and Triton, and starts compilers, before it imports torch, and needs neither."""
 
 import asyncio
 import ctypes
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -52,11 +54,21 @@ def test_collections_go_on_when_the_worker_is_imported(
     monkeypatch.setattr(
         entry.threading,
         "Thread",
-        lambda target, args, daemon: SimpleNamespace(start=lambda: seen.append((target, *args))),
+        lambda target, daemon, args=(): SimpleNamespace(start=lambda: seen.append((target, *args))),
     )
     context = SimpleNamespace(role="worker-1", settings=SimpleNamespace(model=SimpleNamespace(device=device)))
     try:
         asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
-    assert seen == [(entry.open_gpu, 1)] * opened + [True, f"compilers for {device}"]
+    assert seen == [(entry.open_gpu, 1), (entry.open_compiler,)] * opened + [True, f"compilers for {device}"]
+
+
+def test_triton_has_read_its_files_without_torch() -> None:
+    pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
+    program = (
+        "import sys; from overlap_spec.worker.entry import open_compiler; open_compiler();"
+        "from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "False"]
