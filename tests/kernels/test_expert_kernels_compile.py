@@ -93,6 +93,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "logits": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 1, "BLOCK": 16}, "mma.sync"),
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
     "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
+    "choice of few experts": (route._route_kernel, 4, CHOICE | {"EXPERTS": 4, "BLOCK": 4, "TOP_K": 2}, "mma.sync"),
     "choice of many experts": (route._route_kernel, 8, CHOICE | MANY_EXPERTS, "mma.sync"),
     "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
     "choice of groups": (best_of_groups._best_of_groups_kernel, 8, GROUPS, "mma.sync"),

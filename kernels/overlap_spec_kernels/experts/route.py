@@ -237,15 +237,21 @@ def ranks(values: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> tl.ten
     """
     index = tl.arange(0, BLOCK)
     if BLOCK <= 256:
-        return rank_in_pairs(values, index)
-    KEPT: tl.constexpr = 16 if TOP_K <= 16 else 32  # groups: those of the TOP_K largest values are among them
-    if TOP_K > 32:
+        rank = rank_in_pairs(values, index)
+    elif TOP_K <= 32:
+        rank = _rank_in_groups(values, 16 if TOP_K <= 16 else 32, BLOCK)
+    else:
         rank = tl.full((BLOCK,), BLOCK, tl.int32)
         for place in range(TOP_K):
             largest = tl.max(tl.where(rank < BLOCK, float("-inf"), values), axis=0)
             is_best = (values == largest) & (rank == BLOCK)
             rank = tl.where(index == tl.min(tl.where(is_best, index, BLOCK), axis=0), place, rank)
-        return rank
+    return rank  # once: what is behind a return is compiled too, and groups of 8 are none of fewer values
+
+
+@TritonKernel
+def _rank_in_groups(values: tl.tensor, KEPT: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Ranks of the values of KEPT groups, those of the largest values; of the others BLOCK."""
     GROUPS: tl.constexpr = BLOCK // 8
     grouped, group = tl.reshape(values, (GROUPS, 8)), tl.arange(0, GROUPS)
     of_group = rank_in_pairs(tl.max(grouped, axis=1), group)
