@@ -76,8 +76,17 @@ def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool 
     return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges, count)
 
 
+def apart(rows: DeltaRows, sizes: Sizes) -> DeltaRows:
+    """Windows whose rates and decays are from a linear of their own."""
+    if rows.row_starts is not None:
+        return rows
+    values = sizes.heads * sizes.dim
+    mixed, gates, z = rows.projected.split((sizes.channels, sizes.row - sizes.channels, values), dim=1)
+    return rows._replace(projected=torch.cat((mixed, z), dim=1), gates=gates.contiguous())
+
+
 def test_prompts_and_windows(sizes: Sizes) -> None:
-    found, expected, weights = sizes.state(), sizes.state(), sizes.weights()
+    found, expected, weights, other = sizes.state(), sizes.state(), sizes.weights(), sizes.state()
     for forward in (
         placed(sizes.rows(2, 140), [0, 0], [3, 1], are_prompts=True),
         placed(sizes.rows(3, 8), [70, 70], [1, 3]),
@@ -85,9 +94,11 @@ def test_prompts_and_windows(sizes: Sizes) -> None:
         placed(sizes.rows(5, 3), [74], [3]),
     ):
         out = gated_delta(found, weights, forward)
+        assert torch.equal(gated_delta(other, weights, apart(forward, sizes)), out)
         torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-3, atol=1e-3)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-3, atol=1e-4)
+    for one, same, exact in zip(found, other, expected, strict=True):
+        torch.testing.assert_close(one, exact, equal_nan=True, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one, same, equal_nan=True, rtol=0, atol=0)
 
 
 def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company(sizes: Sizes) -> None:

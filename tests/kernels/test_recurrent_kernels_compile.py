@@ -20,6 +20,7 @@ SIZES = {
     "DV": 128,
     "BLOCK_K": 128,
     "G": 2,
+    "APART": True,
     "bias_ptr": None,
     "skip_ptr": None,
     "EPS": 1e-6,
@@ -28,7 +29,7 @@ SIZES = {
     "B": 16,
 }
 # Of Granite-4.0-H-Small; it has a bias and a D.
-MAMBA = {"C": 8448, "N": 128, "M": 1, "DV": 64, "G": 1}
+MAMBA = {"C": 8448, "N": 128, "M": 1, "DV": 64, "G": 1, "APART": False}
 OF_MAMBA = {name: value for name, value in SIZES.items() if not name.endswith("_ptr")} | MAMBA
 MAMBA_FINISHES = {"BLOCK_H": 128, "BLOCK_V": 64, "BLOCK_W": 4, "BLOCK": 128}
 FINISHES = {"BLOCK_H": 4, "BLOCK_V": 128, "BLOCK_W": 4, "BLOCK": 128}

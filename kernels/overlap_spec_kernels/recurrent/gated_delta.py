@@ -82,11 +82,12 @@ class DeltaWeights(NamedTuple):
 class DeltaRows(NamedTuple):
     """The rows of a forward."""
 
-    projected: Tensor  # [T, R + n dv]
+    projected: Tensor  # [T, R + n dv]; without rates and decays where `gates` are
     slots: Tensor  # [B] i64
     positions: Tensor  # [T] i64
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
     longest: int = 0  # rows that a prompt has at most
+    gates: Tensor | None = None  # [T, G n] of windows, from a linear of their own
 
 
 def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
@@ -97,13 +98,18 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
     gates, projected = weights.num_gates, _aligned(rows.projected)
-    size = channels + gates * num_heads
-    require(projected.shape[1] == size + num_heads * value_dim, "projected", f"[T, {size + num_heads * value_dim}]")
+    size, batch, is_window = channels + gates * num_heads, len(rows.slots), rows.row_starts is None
+    columns = size + num_heads * value_dim - (0 if rows.gates is None else gates * num_heads)
+    require(projected.shape[1] == columns, "projected", f"[T, {columns}]")
+    if rows.gates is not None:
+        fits = is_window and rows.gates.shape == (len(projected), gates * num_heads) and rows.gates.is_contiguous()
+        require(fits, "gates", "[T, G n] of windows, contiguous")
+    of_gates = projected[:, channels:] if rows.gates is None else rows.gates
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
     require(2 <= kernel <= MAX_KERNEL, "conv", f"[C, 2 to {MAX_KERNEL}]")
     require(state.inputs.shape[1:] == (kernel - 1, channels), "inputs", f"[S, {kernel - 1}, {channels}]")
     require(all(part.is_contiguous() for part in state), "state", "contiguous tensors")
-    batch, is_window, most = len(rows.slots), rows.row_starts is None, state.window.shape[1]
+    most = state.window.shape[1]
     width = len(projected) // max(batch, 1) if is_window else 0
     require(width <= most, "projected", f"up to {most} rows of a window")
     found = projected.new_empty(len(projected), num_heads * value_dim)
@@ -115,10 +121,10 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     places = (projected, rows.slots, rows.positions, starts, *state, counts)
     if is_window:
         _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
-            projected, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness, weights.offset,
-            weights.bias, weights.skip, found, most, width, key_dim**-0.5, C=channels, K=kernel, N=num_heads,
-            M=weights.num_key_heads, DK=key_dim, DV=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, G=gates,
-            EPS=_EPS, num_warps=_WARPS, **pdl,
+            projected, of_gates, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness,
+            weights.offset, weights.bias, weights.skip, found, most, width, key_dim**-0.5, C=channels, K=kernel,
+            N=num_heads, M=weights.num_key_heads, DK=key_dim, DV=value_dim, BLOCK_K=next_power_of_2(key_dim),
+            BLOCK_V=block, G=gates, APART=rows.gates is not None, EPS=_EPS, num_warps=_WARPS, **pdl,
         )  # fmt: skip
     else:
         sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
@@ -128,9 +134,10 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
     out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, heads)
     _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
-        *places, found, weights.norm, out, most, width, of_norms, weights.eps,
+        projected, of_gates, *places[1:], found, weights.norm, out, most, width, of_norms, weights.eps,
         BLOCK_H=heads, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
-        C=channels, K=kernel, N=num_heads, DV=value_dim, G=gates, IS_WINDOW=is_window, **pdl,
+        C=channels, K=kernel, N=num_heads, DV=value_dim, G=gates, APART=rows.gates is not None, IS_WINDOW=is_window,
+        **pdl,
     )  # fmt: skip
     return out
 
@@ -146,7 +153,10 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
     channels, kernel = weights.conv.shape
     batch, num_rows = len(rows.slots), len(rows.projected)
     gates = weights.num_gates * num_heads
-    projected, gate = rows.projected.split((channels + gates, num_heads * value_dim), dim=1)
+    whole = rows.projected
+    if rows.gates is not None:
+        whole = torch.cat((whole[:, :channels], rows.gates, whole[:, channels:]), dim=1)
+    projected, gate = whole.split((channels + gates, num_heads * value_dim), dim=1)
     edges = range(0, num_rows + 1, num_rows // batch) if rows.row_starts is None else rows.row_starts.tolist()
     found = projected.new_empty(num_rows, num_heads * value_dim)
     for slot, begin, end in zip(rows.slots.tolist(), edges[:-1], edges[1:], strict=True):
@@ -211,14 +221,17 @@ def _next(memory: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -
 
 @TritonKernel
 def _new_row(
-    projected_ptr: tl.tensor, window_ptr: tl.tensor, token: tl.tensor, accepted: tl.tensor, total: tl.tensor,
-    column: tl.tensor, inside: tl.tensor, R: tl.constexpr, STRIDE: tl.constexpr,
+    new_ptr: tl.tensor, window_ptr: tl.tensor, token: tl.tensor, accepted: tl.tensor, total: tl.tensor,
+    column: tl.tensor, new_column: tl.tensor, inside: tl.tensor, R: tl.constexpr, STRIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Some columns of a token, whose tensors begin at these addresses; zeros behind the last one."""
+    """Some columns of a token, whose tensors begin at these addresses; zeros behind the last one.
+
+    Columns of the window and of the tensor of new rows may have other numbers.
+    """
     is_new = token >= accepted
     pending = tl.load(window_ptr + token * R + column, mask=inside & (token < accepted), other=0.0).to(tl.float32)
     new = tl.load(
-        projected_ptr + (token - accepted).to(tl.int64) * STRIDE + column,
+        new_ptr + (token - accepted).to(tl.int64) * STRIDE + new_column,
         mask=inside & is_new & (token < total),
         other=0.0,
     ).to(tl.float32)
@@ -256,16 +269,17 @@ def _mixed(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: tl.
 
 @TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _recur_kernel(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
+    projected_ptr: tl.tensor, gates_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, bias_ptr: tl.tensor,
     skip_ptr: tl.tensor, found_ptr: tl.tensor, most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    G: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per block of value columns, head and request."""
+    """One program per block of value columns, head and request. APART: gates have a tensor of their own."""
     R: tl.constexpr = C + G * N
-    STRIDE: tl.constexpr = C + G * N + N * DV
+    STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
+    PITCH: tl.constexpr = G * N if APART else STRIDE  # of gates
     head, request = tl.program_id(1), tl.program_id(2)
     let_next_begin(PDL)
     # Places and states were written before the launches that this one may overlap.
@@ -274,9 +288,8 @@ def _recur_kernel(
     accepted = tl.load(positions_ptr + begin) - tl.load(position_ptr + slot)
     accepted = tl.minimum(tl.maximum(accepted, 0), most).to(tl.int32)
     total = accepted + width
-    rows_ptr = projected_ptr + begin * STRIDE
-    own_inputs = inputs_ptr + slot * (K - 1) * C
-    own_window = window_ptr + slot * most * R
+    rows_ptr, gates_ptr = projected_ptr + begin * STRIDE, gates_ptr + begin * PITCH
+    own_inputs, own_window = inputs_ptr + slot * (K - 1) * C, window_ptr + slot * most * R
     lane, value = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_key, has_value = lane < DK, value < DV
     q_column = (head // (N // M)) * DK + lane
@@ -310,19 +323,20 @@ def _recur_kernel(
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
     first = accepted * 0
-    q3 = _new_row(rows_ptr, own_window, first, accepted, total, q_column, has_key, R, STRIDE)
-    k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, has_key, R, STRIDE)
-    v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, has_value, R, STRIDE)
-    rate = _new_row(rows_ptr, own_window, first, accepted, total, C + head, head >= 0, R, STRIDE)
-    step = _new_row(rows_ptr, own_window, first, accepted, total, C + (G - 1) * N + head, head >= 0, R, STRIDE)
+    q3 = _new_row(rows_ptr, own_window, first, accepted, total, q_column, q_column, has_key, R, STRIDE)
+    k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, k_column, has_key, R, STRIDE)
+    v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, v_column, has_value, R, STRIDE)
+    rate = _new_row(gates_ptr, own_window, first, accepted, total, C + head, head, head >= 0, R, PITCH)
+    last = (G - 1) * N + head
+    step = _new_row(gates_ptr, own_window, first, accepted, total, C + last, last, head >= 0, R, PITCH)
     for token in range(0, total):
         tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
         after = token + 1
-        next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, has_key, R, STRIDE)
-        next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, has_key, R, STRIDE)
-        next_v = _new_row(rows_ptr, own_window, after, accepted, total, v_column, has_value, R, STRIDE)
-        next_rate = _new_row(rows_ptr, own_window, after, accepted, total, C + head, head >= 0, R, STRIDE)
-        next_step = _new_row(rows_ptr, own_window, after, accepted, total, C + (G - 1) * N + head, head >= 0, R, STRIDE)
+        next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, q_column, has_key, R, STRIDE)
+        next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, k_column, has_key, R, STRIDE)
+        next_v = _new_row(rows_ptr, own_window, after, accepted, total, v_column, v_column, has_value, R, STRIDE)
+        next_rate = _new_row(gates_ptr, own_window, after, accepted, total, C + head, head, head >= 0, R, PITCH)
+        next_step = _new_row(gates_ptr, own_window, after, accepted, total, C + last, last, head >= 0, R, PITCH)
         q = _mixed(bias_ptr, q_column, has_key, q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
         k = _mixed(bias_ptr, k_column, has_key, k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
         v = _mixed(bias_ptr, v_column, has_value, v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
@@ -349,17 +363,17 @@ def _recur_kernel(
 @TritonKernel
 def _normalise(
     projected_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, program: tl.tensor,
-    eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr,
+    eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, Z: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some heads of a row; of Mamba-2 all, which have one norm."""
+    """Some heads of a row; of Mamba-2 all, which have one norm. z begins in column Z."""
     per_row: tl.constexpr = (N + BLOCK_H - 1) // BLOCK_H
     row = (program // per_row).to(tl.int64)
     head = (program % per_row) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     value = tl.arange(0, BLOCK_V)[None, :]
     inside, column = (head < N) & (value < DV), head * DV + value
     x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(projected_ptr + row * STRIDE + R + column, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(projected_ptr + row * STRIDE + Z + column, mask=inside, other=0.0).to(tl.float32)
     if G == 2:
         weight = tl.load(norm_ptr + value, mask=value < DV, other=0.0).to(tl.float32)
         normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
@@ -373,10 +387,11 @@ def _normalise(
 
 @TritonKernel
 def _keep(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
-    inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor, counts_ptr: tl.tensor, program: tl.tensor,
-    most: tl.tensor, width: tl.tensor, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr,
+    projected_ptr: tl.tensor, gates_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
+    starts_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
+    counts_ptr: tl.tensor, program: tl.tensor, most: tl.tensor, width: tl.tensor, C: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, PITCH: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some columns of a request: inputs and window go on.
 
@@ -412,31 +427,34 @@ def _keep(
     tl.store(own_inputs + place * C + column, tl.where(is_input, old, tl.where(is_new, new, pending)), mask=moves)
     if IS_WINDOW:
         line = tl.arange(0, BLOCK_W)[:, None]
-        has = (line < width) & (column < R)
-        rows = tl.load(rows_ptr + line.to(tl.int64) * STRIDE + column, mask=has, other=0.0)
-        tl.store(own_window + line * R + column, rows, mask=has)
+        has, row = (line < width) & (column < R), line.to(tl.int64)
+        mixed = tl.load(rows_ptr + row * STRIDE + column, mask=has & (column < C), other=0.0)
+        gates = tl.load(gates_ptr + (begin + row) * PITCH + column - C, mask=has & (column >= C), other=0.0)
+        tl.store(own_window + line * R + column, tl.where(column < C, mixed, gates), mask=has)
     if block == 0:
         tl.store(position_ptr + slot, start, mask=count > 0)
 
 
 @TritonKernel.with_options(do_not_specialize=(*_COUNTS, "of_norms"))
 def _finish_kernel(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
-    memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
-    counts_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, most: int, width: int,
-    of_norms: int, eps: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
-    G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
-    IS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    projected_ptr: tl.tensor, gates_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
+    starts_ptr: tl.tensor, memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor,
+    position_ptr: tl.tensor, counts_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor,
+    most: int, width: int, of_norms: int, eps: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    DV: tl.constexpr, G: tl.constexpr, APART: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """`of_norms` programs, each of some heads of a row; then one per request and block of columns."""
     R: tl.constexpr = C + G * N
-    STRIDE: tl.constexpr = C + G * N + N * DV
+    STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
+    PITCH: tl.constexpr = G * N if APART else STRIDE
+    Z: tl.constexpr = C if APART else R
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     if program < of_norms:
-        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, G, R, STRIDE, BLOCK_H, BLOCK_V)
+        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, G, Z, STRIDE, BLOCK_H, BLOCK_V)
     else:
         _keep(
-            projected_ptr, slots_ptr, positions_ptr, starts_ptr, inputs_ptr, window_ptr, position_ptr, counts_ptr,
-            program - of_norms, most, width, C, K, R, STRIDE, BLOCK_W, BLOCK, IS_WINDOW,
+            projected_ptr, gates_ptr, slots_ptr, positions_ptr, starts_ptr, inputs_ptr, window_ptr, position_ptr,
+            counts_ptr, program - of_norms, most, width, C, K, R, STRIDE, PITCH, BLOCK_W, BLOCK, IS_WINDOW,
         )  # fmt: skip

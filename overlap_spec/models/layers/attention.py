@@ -297,6 +297,10 @@ class PagedAttention:
             return replace(rows, parts=tuple(map(self.placed, rows.parts)))
         return rows if rows.cache_rows is not None else rows.placed(self.page_size)
 
+    def recurred(self, index: int, projected: Tensor, gates: Tensor | None, rows: RowBatch) -> Tensor:
+        """What rows find in a layer that recurs (`gated_delta.py`); here is none."""
+        raise AssertionError("no layer recurs")
+
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
 

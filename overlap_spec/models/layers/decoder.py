@@ -28,6 +28,9 @@ class Attend(Protocol):
     def __call__(self, qkv: Tensor) -> Tensor:
         """Rotate, store and attend. Shapes: [T, (n + 2 nkv) d] -> [R, n d]."""
 
+    def recurred(self, projected: Tensor, gates: Tensor | None) -> Tensor:
+        """See `PagedAttention.recurred`."""
+
     def kept(self, values: Tensor) -> Tensor:
         """The rows that go on. Shapes: [T, H] -> [R, H]."""
 
@@ -52,6 +55,9 @@ class LayerAttention:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         return self.attention(self.index, qkv, self.rows, self.read_before_wait)
+
+    def recurred(self, projected: Tensor, gates: Tensor | None) -> Tensor:
+        return self.attention.recurred(self.index, projected, gates, self.rows)
 
     def kept(self, values: Tensor) -> Tensor:
         return values if self.rows.read is None else values[self.rows.read.index]

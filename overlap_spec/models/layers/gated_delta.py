@@ -272,12 +272,17 @@ def recur(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: Row
     return (run_prompts if rows.state.are_final else run_windows)(shape, state, projected, rows)
 
 
-def recurred(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
-    """What rows of one part find, past norm and gate.
+def recurred(
+    shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch, gates: Tensor | None = None
+) -> Tensor:
+    """What rows of one part find, past norm and gate. `gates`: rates and decays, if `projected` is without them.
 
-    Shapes: projected [T, R + n dv] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
+    Shapes: projected [T, R + n dv], gates [T, g n] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
     """
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
+    if gates is not None and not (runs_triton(projected) and not rows.state.are_final):
+        mixed, gate = projected.split((shape.conv_dim, shape.num_values), dim=1)
+        projected, gates = torch.cat((mixed, gates, gate), dim=1), None
     if runs_triton(projected):
         kept = DeltaState(state.memory, state.inputs, state.window, state.position)
         weights = DeltaWeights(
@@ -289,7 +294,7 @@ def recurred(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: 
         )
         starts = rows.row_starts if rows.state.are_final else None
         places = (rows.state.slots, rows.positions, starts, rows.max_rows)
-        found = gated_delta(kept, weights, DeltaRows(projected, *places))
+        found = gated_delta(kept, weights, DeltaRows(projected, *places, gates=gates))
     else:
         columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
         found = shape.norm(recur(shape, state, columns, rows), gate)
@@ -329,8 +334,5 @@ class RecurrentLayer:
 
     def _recurred(self, x: Normed, attend: Attend) -> Tensor:
         """What the last linear reads. Shapes: [T, H] -> [R, n dv]."""
-        projected = self.inputs(x)
-        if self.gates is not None:
-            mixed, gate = projected.split((self.shape.conv_dim, self.shape.num_values), dim=1)
-            projected = torch.cat((mixed, self.gates(x), gate), dim=1)
-        return attend(projected)
+        gates = None if self.gates is None else self.gates(x)  # first: the others' weights come meanwhile
+        return attend.recurred(self.inputs(x), gates)

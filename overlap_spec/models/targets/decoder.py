@@ -51,13 +51,18 @@ class HybridAttention(PagedAttention):
         return None if index in self._recurs else super().heads_on_cpu(self._paged[index])
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
-        """See `PagedAttention`; of a layer that recurs `recurred`, whose rows `qkv` are then."""
         if rows.parts:
             pieces = zip(qkv.split([len(part.positions) for part in rows.parts]), rows.parts, strict=True)
             return torch.cat([self(index, piece, part, read_before_wait) for piece, part in pieces])
-        if (known := self._recurs.get(index)) is not None:
-            return recurred(*known, qkv, rows)
         return super().__call__(self._paged[index], qkv, rows, read_before_wait)
+
+    def recurred(self, index: int, projected: Tensor, gates: Tensor | None, rows: RowBatch) -> Tensor:
+        if not rows.parts:
+            return recurred(*self._recurs[index], projected, rows, gates)
+        counts = [len(part.positions) for part in rows.parts]
+        of_gates = [None] * len(counts) if gates is None else gates.split(counts)
+        pieces = zip(projected.split(counts), of_gates, rows.parts, strict=True)
+        return torch.cat([self.recurred(index, *piece) for piece in pieces])
 
 
 def attention_of(

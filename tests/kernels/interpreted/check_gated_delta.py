@@ -61,6 +61,14 @@ def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
     return DeltaRows(rows, torch.tensor(slots), (torch.tensor(starts)[:, None] + torch.arange(width)).flatten(), None)
 
 
+def apart(rows: DeltaRows, gates: int) -> DeltaRows:
+    """Windows whose rates and decays are from a linear of their own."""
+    if rows.row_starts is not None:
+        return rows
+    mixed, own, z = rows.projected.split((CHANNELS, gates * HEADS, VALUE_DIM * HEADS), dim=1)
+    return rows._replace(projected=torch.cat((mixed, z), dim=1), gates=own.contiguous())
+
+
 def forwards(gates: int) -> list[DeltaRows]:
     """Of two requests, one beside which none is: prompts, the second in two chunks, then windows.
 
@@ -80,15 +88,18 @@ def forwards(gates: int) -> list[DeltaRows]:
 @BOTH
 @pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_prompts_and_windows(stored: torch.dtype, gates: int) -> None:
-    expected, found, weights = some_state(gates, stored), some_state(gates, stored), some_weights(gates)
+    expected, found, other = (some_state(gates, stored) for _ in range(3))
+    weights = some_weights(gates)
     close = CLOSE
     if stored != torch.float32:  # heads that found little are not made larger
         close, weights = {"rtol": 4e-2, "atol": 2e-2}, weights._replace(eps=1.0)
     for forward in forwards(gates):
         out = gated_delta(found, weights, forward)
-        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), **close)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, equal_nan=True, **close)
+        assert torch.equal(gated_delta(other, weights, apart(forward, gates)), out)
+        torch.testing.assert_close(out, gated_delta_reference(expected, weights, apart(forward, gates)), **close)
+        for one, same, exact in zip(found, other, expected, strict=True):
+            torch.testing.assert_close(one, exact, equal_nan=True, **close)
+            torch.testing.assert_close(same, one, equal_nan=True, rtol=0, atol=0)
 
 
 @BOTH
