@@ -137,7 +137,7 @@ def alike(real: Any) -> Any:
 
     def take(checkpoint: Any, scheme: Any, name: str, shape: tuple[int, int]) -> Any:
         *_, expert, linear = name.split(".")
-        key = (int(expert) % DRAWN, linear, shape)
+        key = (int(expert) % DRAWN if expert.isdigit() else expert, linear, shape)
         if key not in drawn:
             drawn[key] = real(checkpoint, scheme, name, shape)
         return drawn[key]

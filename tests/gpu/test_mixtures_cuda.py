@@ -247,7 +247,9 @@ def test_random_schedules(codec: TextCodec, family: str, method: str, topk: int)
 
 
 @pytest.mark.parametrize("kind", ["fp8 by tensor", "fp8 by row", "fp8 by block", "awq", "gptq", "int4"])
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"]
+)
 def test_checkpoints_in_few_bits(codec: TextCodec, architecture: str, kind: str) -> None:
     """Loaded from files: equal in float32; in bfloat16, where linears have kernels of their own, up to near-ties."""
     cell = Cell(architecture, kind, "EAGLE3")

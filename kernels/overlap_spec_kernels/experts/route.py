@@ -116,6 +116,39 @@ def chosen_by(
     return Routing(experts, weights)
 
 
+def with_common_expert(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
+    """The choice of each row, and last an expert that all rows have.
+
+    `share`: its weight is the sigmoid of x times this; None: it is 1. Shapes: routing [T, k], x [T, H], share [1, H] ->
+    [T, k + 1]. Raises: ValueError naming the argument. Sync: never.
+    """
+    if share is not None:
+        require(share.shape == (1, x.shape[1]) and share.is_contiguous(), "share", "[1, H], contiguous")
+        require(share.dtype == x.dtype and x.stride(1) == 1, "share", "the dtype of x, whose rows are contiguous")
+    run = _with_common_triton if runs_triton(x) else with_common_reference
+    return run(routing, x, share, expert)
+
+
+def with_common_reference(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
+    experts, weights = routing
+    own = weights.new_ones(len(x), 1)
+    if share is not None:
+        own = F.linear(x.to(weights.dtype), share.to(weights.dtype)).sigmoid()
+    return Routing(F.pad(experts, (0, 1), value=expert), torch.cat((weights, own), dim=1))
+
+
+def _with_common_triton(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
+    num_rows, top_k = routing.experts.shape
+    experts = torch.empty((num_rows, top_k + 1), dtype=torch.int64, device=x.device)
+    weights = torch.empty((num_rows, top_k + 1), dtype=torch.float32, device=x.device)
+    _common_kernel[(num_rows,)](
+        *routing, x, share, experts, weights, x.stride(0), expert, SIZE=x.shape[1], TOP_K=top_k,
+        BLOCK=next_power_of_2(x.shape[1]), BLOCK_T=next_power_of_2(top_k + 1), num_warps=4,
+        **dependent_launch(x.device, num_rows),
+    )  # fmt: skip
+    return Routing(experts, weights)
+
+
 @functools.cache
 def row_counters(device: torch.device) -> Tensor:
     """Programs of each row that have stored their part; zero between kernels. Shapes: -> [rows] i32."""
@@ -300,3 +333,25 @@ def _route_kernel(
         place = tl.program_id(0).to(tl.int64) * TOP_K + rank
         tl.store(experts_ptr + place, expert.to(tl.int64), mask=is_chosen)
         tl.store(weights_ptr + place, weights, mask=is_chosen)
+
+
+@TritonKernel
+def _common_kernel(
+    experts_ptr: tl.tensor, weights_ptr: tl.tensor, x_ptr: tl.tensor, share_ptr: tl.tensor, all_ptr: tl.tensor,
+    all_weights_ptr: tl.tensor, x_stride: int, expert: int, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row. Another expert is behind its own."""
+    row, column, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
+    if share_ptr is not None:
+        factor = tl.load(share_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    is_own = place < TOP_K
+    experts = tl.load(experts_ptr + row * TOP_K + place, mask=is_own, other=0)
+    weights = tl.load(weights_ptr + row * TOP_K + place, mask=is_own, other=1.0)
+    if share_ptr is not None:
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        weights = tl.where(is_own, weights, 1.0 / (1.0 + tl.exp(-tl.sum(x * factor, axis=0))))
+    to = row * (TOP_K + 1) + place
+    tl.store(all_ptr + to, tl.where(is_own, experts, expert), mask=place <= TOP_K)
+    tl.store(all_weights_ptr + to, weights, mask=place <= TOP_K)

@@ -28,6 +28,7 @@ from overlap_spec_kernels import (
     route,
     sum_of_experts,
 )
+from overlap_spec_kernels.experts.route import with_common_expert
 from overlap_spec_kernels.norm.silu_mul import mul_by_share
 from torch import Tensor
 
@@ -107,6 +108,10 @@ class Experts(Protocol):
     def work(self) -> ForwardWork:
         """What one expert reads and computes for a row. All are alike."""
 
+    @property
+    def num_common(self) -> int:
+        """How many of them all rows have, beside those that they choose."""
+
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
 
@@ -124,6 +129,10 @@ class SeparateExperts:
     def work(self) -> ForwardWork:
         return self.experts[0].work
 
+    @property
+    def num_common(self) -> int:
+        return 0
+
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: reads on the host which experts rows have."""
         return sum_of_experts(x, routing, len(self.experts), self._compute)
@@ -138,29 +147,38 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts on a GPU, all in two weights: of the model's type, or in 8 or 4 bits."""
+    """Experts on a GPU, all in two weights: of the model's type, or in 8 or 4 bits.
+
+    The last one may be a shared expert, so that its products are no launches of their own.
+    """
 
     gate_up: ExpertWeight  # [E, 2I, H], gate first
     down: ExpertWeight  # [E, H, I]
     biases: Biases | None = None
     clamp: Gate | None = None  # of gate and up; None: silu(gate) * up
+    num_common: int = 0  # 1: all rows have the last expert
+    share: Tensor | None = None  # [1, H]: its sigmoid, of a number that the row gives, weighs it; None: 1 does
 
     @property
     def work(self) -> ForwardWork:
         num_experts, size, inner = self.down.shape
         num_weights = 3 * size * inner + (0 if self.biases is None else sum(each[0].numel() for each in self.biases))
-        return product_work(count_bytes(self) // num_experts, num_weights)
+        return product_work((count_bytes(self) - count_bytes(self.share)) // num_experts, num_weights)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: never on CUDA."""
-        return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
+        return experts_mlp(x, self.gate_up, self.down, self._completed(x, routing), self.biases, self.clamp)
 
     def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
         if not isinstance(norm, RMSNorm | WideRMSNorm):
             return norm.enter(residual + with_shared(self(x, routing), shared))
-        of_sum = KernelNorm(norm.weight, norm.eps)
+        of_sum, routing = KernelNorm(norm.weight, norm.eps), self._completed(x, routing)
         return experts_add(x, self.gate_up, self.down, routing, residual, of_sum, self.biases, self.clamp, shared)
+
+    def _completed(self, x: Tensor, routing: Routing) -> Routing:
+        """With the expert that all rows have. Shapes: [T, k] -> [T, k] or [T, k + 1]."""
+        return with_common_expert(routing, x, self.share, self.down.shape[0] - 1) if self.num_common else routing
 
 
 def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
@@ -239,7 +257,7 @@ class MixtureMLP:
     @property
     def work(self) -> ForwardWork:
         """What a forward reads at least: the experts of one row. More rows may have others."""
-        each, chosen = self.experts.work, self.router.choice.top_k
+        each, chosen = self.experts.work, self.router.choice.top_k + self.experts.num_common
         routed = self.router.work + ForwardWork(chosen * each.weight_bytes, chosen * each.row_flop)
         return routed if self.shared is None else routed + self.shared.work
 

@@ -7,6 +7,7 @@ PREFIX.gate.e_score_correction_bias [E] too, and PREFIX.shared_experts.{gate, up
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from overlap_spec_kernels import Grouping
@@ -182,23 +183,37 @@ def take_mixture(
     router = _take_router(checkpoint, f"{prefix}.gate", hidden_size, sizes)
     own = replace(sizes, inner_size=sizes.inner_size // rank.ranks)
     parts = _fused_parts(rank, sizes.inner_size) if is_fused else _linear_parts(rank, names, sizes.inner_size)
+    shared_name = f"{layer}.{names.prefix}.{names.shared}"
+    common = None if is_fused else _joining(checkpoint, f"{prefix}.experts", shared_name, names, sizes, rank)
     experts: Experts
     with dividing(checkpoint, rank, parts, of_experts=True):
         if capability_of(checkpoint.forms.device) is None:
             take = _split if is_fused else _take_each
             experts = SeparateExperts(tuple(take(checkpoint, prefix, names, hidden_size, own)))
         else:
-            stack = _take_fused if is_fused else _stack
+            stack = _take_fused if is_fused else partial(_stack, common=common)
             experts = stack(checkpoint, prefix, names, hidden_size, own)
-    shared = None
-    if inner := sizes.shared_size:
-        name = f"{layer}.{names.prefix}.{names.shared}"
+    shared, gate, inner = None, None, sizes.shared_size
+    if inner and names.shared_gate is not None:
+        gate = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
+    if common is not None:
+        assert isinstance(experts, StackedExperts)
+        experts = replace(experts, num_common=1, share=gate)
+    elif inner:
         with dividing(checkpoint, rank, _linear_parts(rank, names, inner), of_experts=True):
-            shared = _take_expert(checkpoint, name, names, hidden_size, inner // rank.ranks)
-        if names.shared_gate is not None:
-            gate = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
-            shared = GatedExpert(shared.gate_up, shared.down, gate)
+            shared = _take_expert(checkpoint, shared_name, names, hidden_size, inner // rank.ranks)
+        shared = shared if gate is None else GatedExpert(shared.gate_up, shared.down, gate)
     return MixtureMLP(router, experts, rank.communicator, shared)
+
+
+def _joining(
+    checkpoint: Weights, experts: str, shared: str, names: ExpertNames, sizes: ExpertSizes, rank: Rank
+) -> str | None:
+    """The shared expert's name, if it is one more in a GPU's stack: of the others' size, in few bits as they are."""
+    if capability_of(checkpoint.forms.device) is None or rank.ranks > 1 or sizes.shared_size != sizes.inner_size:
+        return None
+    linears = (f"{name}.{part}" for name in (f"{experts}.0", shared) for part in (names.gate, names.up, names.down))
+    return shared if checkpoint.scheme is not None and all(map(checkpoint.covers, linears)) else None
 
 
 def _linear_parts(rank: Rank, names: ExpertNames, inner: int) -> dict[str, Part]:
@@ -260,13 +275,15 @@ def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, si
     return [GatedMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in pairs]
 
 
-def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> StackedExperts:
-    """Experts whose linears have names of their own, in any format of linears.
+def _stack(
+    checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes, common: str | None = None
+) -> StackedExperts:
+    """Experts whose linears have names of their own, in any format of linears. `common`: one behind them.
 
     Raises: CheckpointError if some are in few bits and others are not.
     """
     count, inner, forms = sizes.num_experts, sizes.inner_size, checkpoint.forms
-    experts = [f"{prefix}.experts.{index}" for index in range(count)]
+    experts = [f"{prefix}.experts.{index}" for index in range(count)] + ([] if common is None else [common])
     linears = names.gate, names.up, names.down
     if is_quantized(checkpoint, (f"{expert}.{linear}" for expert in experts for linear in linears)):
         return _stack_stored(checkpoint, experts, names, hidden, inner)

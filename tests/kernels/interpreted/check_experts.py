@@ -24,9 +24,11 @@ from overlap_spec_kernels.experts.products import Clamp, Places, group_kernel, t
 from overlap_spec_kernels.experts.route import (
     _partial_logits,
     _route_triton,
+    _with_common_triton,
     route_reference,
     router_logits_reference,
     row_counters,
+    with_common_reference,
 )
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
@@ -265,6 +267,15 @@ def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None
         one = _route_triton(x[rows], weight, 6, True)
         assert torch.equal(one.experts, two.experts[rows]) and torch.equal(one.weights, two.weights[rows])
         assert not row_counters(x.device).any()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_expert_that_all_rows_have(shared: bool) -> None:
+    x, share = drawn(5, 40, dtype=torch.float32), drawn(1, 40, dtype=torch.float32) if shared else None
+    given = routing_of(5, 7, 3), x, share, 7
+    found, expected = _with_common_triton(*given), with_common_reference(*given)
+    assert torch.equal(found.experts, expected.experts) and found.experts.shape == (5, 4)
+    torch.testing.assert_close(found.weights, expected.weights)
 
 
 def test_the_logits_of_many_rows() -> None:

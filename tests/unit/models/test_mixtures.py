@@ -262,7 +262,9 @@ def test_parts_of_several_gpus_add_up(fused: bool, on_gpu: None) -> None:
     torch.testing.assert_close(total, whole(Normed(x, x)), atol=1e-12, rtol=0)
 
 
-IN_RUNS = {"qwen3 moe": {"hidden": 128, "moe_intermediate_size": 128}, "mixtral": {"hidden": 128}}
+WIDE = {"hidden": 128, "moe_intermediate_size": 128}
+IN_RUNS = {"qwen3 moe": WIDE, "mixtral": {"hidden": 128}, "glm 4.5": WIDE}
+IN_RUNS["qwen3 next"] = WIDE | {"shared_expert_intermediate_size": 128, "linear_value_head_dim": 32}
 
 
 @pytest.mark.full_but_every(3)
@@ -281,9 +283,26 @@ def test_experts_in_few_bits_on_a_gpu(
     assert isinstance(experts, StackedExperts) and isinstance(
         experts.down, QuantizedStack | Float4Matrices if kept else Tensor
     )
+    assert experts.num_common == (family in ("glm 4.5", "qwen3 next"))
+    assert (experts.share is not None) == (family == "qwen3 next")
+    mlp, each = target.layers[1].mlp, experts.work.weight_bytes
+    num_read = mlp.router.choice.top_k + experts.num_common
+    assert mlp.work.weight_bytes == mlp.router.work.weight_bytes + num_read * each
     found = logits_of(target, torch.float64)
     expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
+
+
+def test_a_shared_expert_in_16_bits_stays_apart(tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, meant = quantised(
+        tiny_target(3, **TINY_FAMILIES["qwen3 next"] | IN_RUNS["qwen3 next"]), "fp8 by block", ("shared_expert.",)
+    )
+    monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
+    target = loaded(write_checkpoint(tmp_path / "stored", stored), torch.float64)
+    mlp = target.layers[1].mlp
+    assert mlp.shared is not None and mlp.experts.num_common == 0
+    expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
+    torch.testing.assert_close(logits_of(target, torch.float64), expected, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("kind", [None, *FORMATS])
