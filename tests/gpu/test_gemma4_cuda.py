@@ -14,7 +14,7 @@ from overlap_spec_kernels.norm.norm_heads import norm_all_heads_reference
 from overlap_spec_kernels.norm.silu_mul import gelu_mul_reference
 from support.attention_cases import CLOSE, decode_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.paged_rows import Paged
+from support.paged_rows import Paged, rows_on
 from support.random_schedules import run_schedules, run_seeds
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import ASSISTANT
@@ -115,17 +115,7 @@ class Driven:
         self.place = place
 
     def rows(self, counts: list[int], is_window: bool) -> RowBatch:
-        rows = self.paged.rows(counts)
-        leaves_out = is_window and self.place.type == "cuda"
-        assert rows.cache_rows is not None and rows.row_starts is not None
-        return RowBatch(
-            rows.positions.to(self.place),
-            None if leaves_out else rows.cache_rows.to(self.place),
-            rows.page_table.to(self.place),
-            None if leaves_out else rows.row_starts.to(self.place),
-            max(counts),
-            is_window,
-        )
+        return rows_on(self.place, self.paged.rows(counts), is_window)
 
     def hidden(self) -> Tensor:
         """Logits of prompts in two chunks, then of windows. Shapes: -> [T, V]."""

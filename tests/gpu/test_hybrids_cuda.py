@@ -11,7 +11,7 @@ from overlap_spec_kernels import norm_heads, normalised
 from overlap_spec_kernels.norm.norm_heads import norm_heads_reference
 from overlap_spec_kernels.norm.silu_mul import mul_by_share, mul_by_share_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.paged_rows import Paged
+from support.paged_rows import Paged, rows_on
 from support.random_schedules import run_schedules
 from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.tiny.families import HYBRIDS, TINY_FAMILIES
@@ -60,17 +60,7 @@ class Driven:
         if accepted is not None:
             lengths = zip(self.paged.lengths, accepted, strict=True)
             self.paged.lengths = [length + columns for length, columns in lengths]
-        leaves_out = is_window and self.place.type == "cuda"
-        assert rows.cache_rows is not None and rows.row_starts is not None
-        return RowBatch(
-            rows.positions.to(self.place),
-            None if leaves_out else rows.cache_rows.to(self.place),
-            rows.page_table.to(self.place),
-            None if leaves_out else rows.row_starts.to(self.place),
-            max(counts),
-            is_window,
-            state=StateRows(self.slots, are_final=not is_window),
-        )
+        return rows_on(self.place, rows, is_window, StateRows(self.slots, are_final=not is_window))
 
 
 # Prompts in two chunks, the second of one request alone, then windows of which some columns are rejected.

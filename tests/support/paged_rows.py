@@ -1,6 +1,6 @@
 """Row batches over page tables for tests that drive a model by hand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -53,3 +53,18 @@ class Paged:
             uniform=len(set(counts)) == 1,
             state=StateRows(torch.arange(self.num_requests), are_final),
         )
+
+
+def rows_on(place: torch.device, rows: RowBatch, is_window: bool, state: StateRows | None = None) -> RowBatch:
+    """The rows where a model is. A window's have on a GPU only what its kernels do not find out by themselves."""
+    leaves_out = is_window and place.type == "cuda"
+    assert rows.cache_rows is not None and rows.row_starts is not None
+    return replace(
+        rows,
+        positions=rows.positions.to(place),
+        cache_rows=None if leaves_out else rows.cache_rows.to(place),
+        page_table=rows.page_table.to(place),
+        row_starts=None if leaves_out else rows.row_starts.to(place),
+        uniform=is_window,
+        state=state,
+    )
