@@ -19,14 +19,16 @@ FLOATS = ("scale_log2", "inverse_k", "inverse_v", "v_scale")
 DECODE = {
     "WIDTH": 4, "TILE_ROWS": 4, "NUM_KV_HEADS": 8, "GROUP": 8, "HALF": 32, "PAGE_SIZE": 16, "BLOCK_M": 32,
     "BLOCK_N": 128, "BLOCK_W": 16, "BLOCK_HALF": 32, "KEYS_PER_SPLIT": 256, "COMBINED": 4, "READ_BEFORE_WAIT": True,
-    "UNEVEN": False, "PDL": True,
+    "UNEVEN": False, "WRITES": True, "AHEAD": 0, "PDL": True,
 }  # fmt: skip
+WIDE_HEADS = {"HALF": 256, "BLOCK_HALF": 256, "TILE_ROWS": 2, "BLOCK_M": 16, "BLOCK_N": 32, "AHEAD": 3}
 CHUNKS = {
     "NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "PAGE_SIZE": 16, "TILE_ROWS": 8, "BLOCK_M": 64, "BLOCK_N": 128,
     "BLOCK_D": 64,
 }  # fmt: skip
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "decode": (_decode_attention_kernel.decode_attention_kernel, DECODE),
+    "decode, wide heads": (_decode_attention_kernel.decode_attention_kernel, DECODE | WIDE_HEADS),
     "chunks": (paged_attention._paged_attention_kernel, CHUNKS | {"SPLIT": False}),
     "chunks in splits": (paged_attention._paged_attention_kernel, CHUNKS | {"SPLIT": True}),
 }
@@ -46,7 +48,8 @@ def test_it_compiles_without_spills(name: str, window: int, sinks: bool) -> None
     aligned = [i for i, (key, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in key]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(function, signature, constexprs=by_place, attrs=attributes)
-    ptx = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ptx"]
+    options = {"num_warps": 8 if constants.get("AHEAD") else 4, "num_stages": 2}
+    ptx = triton.compile(source, target=HOPPER, options=options).asm["ptx"]
     assert "mma" in ptx and ".local" not in ptx
 
 

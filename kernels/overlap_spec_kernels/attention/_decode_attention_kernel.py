@@ -18,7 +18,7 @@ def decode_attention_kernel(
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, WRITES: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr,
-    UNEVEN: tl.constexpr, PDL: tl.constexpr,
+    UNEVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head). Not WRITES: queries alone."""
     if PDL:
@@ -82,7 +82,8 @@ def decode_attention_kernel(
         )  # fmt: skip
         output, weight = _attend_to_cache(
             q, k, v, acc, highest, denominator, k_cache_ptr, v_cache_ptr, table_row_ptr, first_key,
-            active * BLOCK_N, num_cached, row, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, WINDOW, BLOCK_N, BLOCK_HALF
+            active * BLOCK_N, num_cached, row, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, WINDOW, BLOCK_N, BLOCK_HALF,
+            AHEAD
         )  # fmt: skip
         output = output * v_scale
         out_row = (first_row + row) * NUM_KV_HEADS + kv_head
@@ -226,28 +227,49 @@ def _attend_to_cache(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, first_key: tl.tensor, stride: tl.tensor,
     num_cached: tl.tensor, row: tl.tensor, scale_log2: float, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HALF: tl.constexpr, AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Attend to every stride-th block of cached keys; k and v hold the first. Without a window nothing is masked.
 
-    While a block is multiplied, registers hold the next block and the pages of the one after it.
+    While a block is multiplied, registers hold the next block and the pages of the one after it; or, if AHEAD, shared
+    memory holds the next blocks, the first included, and k and v are not used.
     Returns the mean of V, weighted by 2^score, and log2 of the sum of the weights.
     """
-    key = first_key + tl.arange(0, BLOCK_N)
-    page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
-    for _ in range(first_key, num_cached, stride):
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
-        scores = tl.where((key < num_cached)[None, :], scores, float("-inf"))
-        if WINDOW:
-            scores = tl.where(key[None, :] > (num_cached - WINDOW + row)[:, None], scores, float("-inf"))
-        key += stride
-        k, next_v = _load_block(k_ptr, v_ptr, page, key, num_cached, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
+    if AHEAD > 0:
+        for begin in tl.range(first_key, num_cached, stride, num_stages=AHEAD + 2):
+            each = begin + tl.arange(0, BLOCK_N)
+            of_each = tl.load(table_row_ptr + each // PAGE_SIZE, mask=each < num_cached, other=0)
+            keys, values = _load_block(
+                k_ptr, v_ptr, of_each, each, num_cached, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
+            )
+            scores = _scores(q, keys, each, num_cached, row, scale_log2, WINDOW)
+            acc, highest, denominator = _absorb(scores, values.to(q.dtype), acc, highest, denominator)
+    else:
+        key = first_key + tl.arange(0, BLOCK_N)
         page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
-        acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
-        v = next_v
+        for _ in range(first_key, num_cached, stride):
+            scores = _scores(q, k, key, num_cached, row, scale_log2, WINDOW)
+            key += stride
+            k, next_v = _load_block(k_ptr, v_ptr, page, key, num_cached, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
+            page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
+            acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
+            v = next_v
     if WINDOW:  # a split may have no key in a row's window: avoid 0 / 0
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
     return acc / denominator[:, None], highest + tl.log2(denominator)
+
+
+@TritonKernel
+def _scores(
+    q: tl.tensor, k: tl.tensor, key: tl.tensor, num_cached: tl.tensor, row: tl.tensor, scale_log2: float,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Of a block of cached keys. Without a window every row attends to all of them."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+    scores = tl.where((key < num_cached)[None, :], scores, float("-inf"))
+    if WINDOW:
+        scores = tl.where(key[None, :] > (num_cached - WINDOW + row)[:, None], scores, float("-inf"))
+    return scores
 
 
 @TritonKernel

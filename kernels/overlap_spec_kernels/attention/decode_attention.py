@@ -20,7 +20,8 @@ one, a long request among short ones is read by as few programs as each of them.
 There are four kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
 shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`; and for few requests in a page
 table of up to 2,048 keys in bfloat16, splits combine there too (`short_decode`). In all other cases, sliding windows
-and sinks included, keys wait in registers (`_decode_attention_kernel`).
+and sinks included, keys wait in registers, or in shared memory in some of the largest heads (`_BLOCKS`), whose blocks
+of keys would fill the registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds
 # With so few rows the next kernel begins when all keys are asked for: what it copies would be ahead of them. With more
 # rows, an attention's end leaves multiprocessors to it (benchmarks/results/choosing/layers_h200.txt).
 _LATE_ROWS = 32
-_WIDE_HEAD = 256  # columns; larger heads (Gemma 4) have small tiles and twice as many warps: 32 pairs spill registers
+_WIDE_HEAD = 256  # columns; larger heads (Gemma 4) have small tiles: 32 pairs spill registers
 _LOG2_E = 1.4426950408889634
 
 
@@ -71,6 +72,21 @@ _DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
 # As many bytes of keys of 8 bits: more keys at once, because widening them keeps warps busy. So does a single row.
 _RINGS_8BIT = {64: _Ring(4, 32, 4, combined=8), 128: _Ring(4, 32, 3, combined=4)}
 _DEEP_RINGS_8BIT = {128: _Ring(8, 32, 3, combined=16)}
+
+
+class _Block(NamedTuple):
+    """How cached keys are read."""
+
+    keys: int  # read at once
+    warps: int
+    ahead: int  # blocks of keys in shared memory behind the one that is multiplied; 0: one, in registers
+    combined: int  # splits whose outputs a program holds at once to combine them
+
+
+# Of 16 bits, by head dimension, and rows times heads of a tile.
+_BLOCKS = {(512, 16): _Block(32, 8, 3, combined=4)}
+# Of one request, whose programs have a multiprocessor each.
+_BLOCKS_ALONE = {(256, 16): _Block(64, 8, 0, combined=8), (256, 32): _Block(64, 8, 0, combined=4)} | _BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +218,7 @@ class _Tiling(NamedTuple):
 
     rows: int  # rows of a tile
     block_m: int  # rows times query heads of a KV head, padded
-    block_n: int  # cached keys read at once
+    block: _Block  # of cached keys
     num_tiles: int
     num_splits: int
 
@@ -217,15 +233,25 @@ def _tiling(
     block_m = max(min(next_power_of_2(width * group), largest_m), 16)
     rows = min(block_m // group, width)
     num_tiles = ceil_div(width, rows)
-    crowded = block_m == _MAX_BLOCK_M or dtype == torch.float32  # large sums or operands in registers
-    block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
-    block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * dtype.itemsize), 16), 128)
+    block = _block_of(dtype, k_cache, block_m, num_requests == 1)
     capacity = page_table.shape[1] * page_size
     most_splits = ceil_div(capacity if window is None else min(capacity, window), _KEYS_PER_SPLIT * block_m)
     if num_requests == 1:
         num_programs = max(num_programs // 2, 1)  # one request has enough splits; idle programs would slow it down
     num_splits = min(num_programs // (num_requests * num_kv_heads * num_tiles), most_splits)
-    return _Tiling(rows, block_m, block_n, num_tiles, max(num_splits, 1))
+    return _Tiling(rows, block_m, block, num_tiles, max(num_splits, 1))
+
+
+def _block_of(dtype: torch.dtype, k_cache: Tensor, block_m: int, is_alone: bool) -> _Block:
+    head_dim = k_cache.shape[3]
+    columns, in_16_bits = 2 * _padded_half(head_dim), dtype.itemsize == 2 == k_cache.element_size()
+    if in_16_bits and (known := (_BLOCKS_ALONE if is_alone else _BLOCKS).get((head_dim, block_m))):
+        return known
+    crowded = block_m == _MAX_BLOCK_M or dtype == torch.float32  # large sums or operands in registers
+    block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
+    keys = min(max(block_bytes // (columns * dtype.itemsize), 16), 128)
+    warps = 8 if dtype == torch.float32 or head_dim > _WIDE_HEAD else 4
+    return _Block(keys, warps, 0, max(_COMBINED_AT_ONCE // (block_m * columns), 1))
 
 
 def divide_keys(
@@ -300,21 +326,21 @@ def _decode_attention_triton(
     if in_ring and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
         _in_ring(ring, grid, arguments, scale_log2, scales, sizes, shared)
         return out
-    block_half = _padded_half(head_dim)
     decode_attention_kernel[grid](
         *(*arguments, positions if sinks is None else sinks),
         *(scale_log2, 1.0 / scales.k, 1.0 / scales.v, scales.v, *sizes),
         TILE_ROWS=tiling.rows,
         HALF=head_dim // 2,
         BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
+        BLOCK_N=tiling.block.keys,
         BLOCK_W=MAX_CHAIN_WIDTH,
-        BLOCK_HALF=block_half,
+        BLOCK_HALF=_padded_half(head_dim),
         WINDOW=window or 0,
         SINKS=sinks is not None,
         WRITES=writes,
-        COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),
-        num_warps=8 if qkv.dtype == torch.float32 or head_dim > _WIDE_HEAD else 4,
+        COMBINED=tiling.block.combined,
+        AHEAD=tiling.block.ahead,
+        num_warps=tiling.block.warps,
         num_stages=1,  # the kernel itself reads ahead
         **shared,
     )

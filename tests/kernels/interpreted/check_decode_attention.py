@@ -101,11 +101,19 @@ def test_wide_heads_then_queries_alone(heads: HeadShape, window: int | None) -> 
 
 def test_16_bit_heads() -> None:
     """q and k are rounded as the reference rounds them; what is left is the rounding of weights before they meet V."""
-    inputs = decode_inputs(HeadShape(6, 2, 64), 3, [150, 5], 16, torch.float16)
-    expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
-    out = run(inputs, SPLIT)
-    torch.testing.assert_close(out, decode_attention_reference(*expected), rtol=2**-10, atol=1e-3)
-    torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, rtol=2**-10, atol=0)
+    wide, lengths = HeadShape(8, 1, 512), [300, 150, 5]
+    large = HeadShape(8, 2, 256), [300], 140
+    for heads, cached, window in (
+        (HeadShape(6, 2, 64), lengths, None),
+        (wide, lengths, 140),
+        (wide, lengths, None),
+        large,
+    ):
+        inputs = decode_inputs(heads, 3, cached, 16, torch.float16)
+        expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+        out = run(inputs, SPLIT, window)
+        torch.testing.assert_close(out, decode_attention_reference(*expected, window), rtol=2**-10, atol=1e-3)
+        torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, rtol=2**-10, atol=0)
 
 
 def test_rows_of_a_wider_tensor() -> None:
