@@ -57,7 +57,7 @@ def test_experts(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_rows:
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
-@pytest.mark.parametrize("sizes", [*SIZES, (512, 10, 2048, 512)])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_routers(sizes: tuple[int, int, int, int], dtype: torch.dtype, normalised: bool) -> None:
     """Where probabilities are as far apart as rounding explains, the choice is that of float64."""
     experts, top_k, hidden, _ = sizes
@@ -70,10 +70,6 @@ def test_routers(sizes: tuple[int, int, int, int], dtype: torch.dtype, normalise
     total = exact.weights[:, :top_k].sum(1, keepdim=True) if normalised else 1.0
     torch.testing.assert_close(found.weights.double(), exact.weights[:, :top_k] / total, rtol=1e-4, atol=1e-6)
     assert (found.weights.diff(dim=1) <= 0).all()
-    for rows in (slice(0, 1), slice(3, 11), slice(20, 60)):  # in launches of each kind
-        assert all(
-            torch.equal(a, b[rows]) for a, b in zip(route(x[rows], weight, top_k, normalised), found, strict=True)
-        )
 
 
 def test_of_equal_experts_the_lower_ones_are_chosen() -> None:

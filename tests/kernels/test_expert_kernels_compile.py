@@ -46,7 +46,6 @@ MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = ROUTED | {"PARTS": 16, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
-MANY_EXPERTS = {"EXPERTS": 512, "BLOCK": 512, "TOP_K": 10}
 MANY_ROWS = {"ALONE": False, "PARTS": 1, "PDL": False}
 GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
@@ -93,8 +92,6 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "logits": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 1, "BLOCK": 16}, "mma.sync"),
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
     "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
-    "choice of few experts": (route._route_kernel, 4, CHOICE | {"EXPERTS": 4, "BLOCK": 4, "TOP_K": 2}, "mma.sync"),
-    "choice of many experts": (route._route_kernel, 8, CHOICE | MANY_EXPERTS, "mma.sync"),
     "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
     "choice of groups": (best_of_groups._best_of_groups_kernel, 8, GROUPS, "mma.sync"),
     "choice of groups of many rows": (best_of_groups._best_of_groups_kernel, 8, GROUPS | MANY_ROWS, "st.global"),

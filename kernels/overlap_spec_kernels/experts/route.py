@@ -31,7 +31,6 @@ from overlap_spec_kernels.launch import (
 
 _FEW_ROWS, _MANY_ROWS = 8, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
-_FEW_EXPERTS = 128  # up to which a program of one row has fewer of them
 _PART = 128  # columns
 _MAX_EXPERTS = 1024
 
@@ -92,8 +91,7 @@ def chosen_by(
     partial = _partial_logits(x, weight) if not is_alone else _empty(parts, x, weight)
     experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
-    tile = _BLOCK if num_experts <= _FEW_EXPERTS else _LARGE_BLOCK  # as `logits_of_row` has it
-    kernel[(num_rows, ceil_div(num_experts, tile) * parts if is_alone else 1)](
+    kernel[(num_rows, ceil_div(num_experts, _BLOCK) * parts if is_alone else 1)](
         x,
         weight,
         partial,
@@ -223,9 +221,8 @@ def logits_of_row(
     has_all = row >= 0
     if ALONE:
         part = tl.program_id(1) % PARTS
-        TILE: tl.constexpr = 16 if EXPERTS <= 128 else 64  # more programs would only wait for each other's counts
         _store_part(x_ptr + row * x_stride, weight_ptr, partial_ptr + (part * num_rows + row) * EXPERTS, part,
-                    tl.program_id(1) // PARTS, SIZE_K, EXPERTS, TILE, BLOCK_K, PDL)  # fmt: skip
+                    tl.program_id(1) // PARTS, SIZE_K, EXPERTS, BLOCK_K, PDL)  # fmt: skip
         # One thread counts for the program: see `_arrive` of decode attention.
         tl.debug_barrier()
         has_all = tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == tl.num_programs(1) - 1
@@ -245,10 +242,10 @@ def logits_of_row(
 @TritonKernel
 def _store_part(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, part: tl.tensor, tile: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A row's products with TILE experts, of a part of K. No kernel writes the weight: it is read before the wait."""
-    expert = tile * TILE + tl.arange(0, TILE)
+    """A row's products with 16 experts, of a part of K. No kernel writes the weight: it is read before the wait."""
+    expert = tile * 16 + tl.arange(0, 16)
     k = part * BLOCK_K + tl.arange(0, BLOCK_K)
     known, inside = expert < EXPERTS, k < SIZE_K
     w = tl.load(weight_ptr + expert[None, :] * SIZE_K + k[:, None], mask=known[None, :] & inside[:, None], other=0.0)
@@ -263,46 +260,20 @@ def _store_part(
 def ranks(values: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """How many values come before each: larger ones, and equal ones of lower index. Correct below TOP_K at least.
 
-    Where all pairs fit into registers they are compared at once: TOP_K searches, one after another, take longer. More
-    values go in groups of 8. One that is among the TOP_K is in a group whose largest is, and the values of these groups
-    are few.
+    Where all pairs fit into registers they are compared at once: TOP_K searches, one after another, take longer.
     Shapes: [BLOCK], without NaN -> the same, i32.
     """
     index = tl.arange(0, BLOCK)
     if BLOCK <= 256:
-        rank = rank_in_pairs(values, index)
-    elif TOP_K <= 32:
-        rank = _rank_in_groups(values, 16 if TOP_K <= 16 else 32, BLOCK)
-    else:
-        rank = tl.full((BLOCK,), BLOCK, tl.int32)
-        for place in range(TOP_K):
-            largest = tl.max(tl.where(rank < BLOCK, float("-inf"), values), axis=0)
-            is_best = (values == largest) & (rank == BLOCK)
-            rank = tl.where(index == tl.min(tl.where(is_best, index, BLOCK), axis=0), place, rank)
-    return rank  # once: what is behind a return is compiled too, and groups of 8 are none of fewer values
-
-
-@TritonKernel
-def _rank_in_groups(values: tl.tensor, KEPT: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Ranks of the values of KEPT groups, those of the largest values; of the others BLOCK."""
-    GROUPS: tl.constexpr = BLOCK // 8
-    grouped, group = tl.reshape(values, (GROUPS, 8)), tl.arange(0, GROUPS)
-    of_group = rank_in_pairs(tl.max(grouped, axis=1), group)
-    is_kept = of_group[:, None] == tl.arange(0, KEPT)[None, :]
-    kept = tl.sum(tl.where(is_kept[:, :, None], grouped[:, None, :], 0.0), axis=0)
-    first = tl.sum(tl.where(is_kept, 8 * group[:, None], 0), axis=0)
-    places = tl.reshape(first[:, None] + tl.arange(0, 8)[None, :], (KEPT * 8,))
-    found = tl.reshape(rank_in_pairs(tl.reshape(kept, (KEPT * 8,)), places), (KEPT, 8))
-    rank = tl.sum(tl.where(is_kept[:, :, None], found[None, :, :], 0), axis=1)
-    return tl.reshape(tl.where((of_group < KEPT)[:, None], rank, BLOCK), (BLOCK,))
-
-
-@TritonKernel
-def rank_in_pairs(values: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """How many values come before each, as `ranks` counts them."""
-    is_equal = values[:, None] == values[None, :]
-    before = (values[:, None] > values[None, :]) | (is_equal & (index[:, None] < index[None, :]))
-    return tl.sum(before.to(tl.int32), axis=0)
+        is_equal = values[:, None] == values[None, :]
+        before = (values[:, None] > values[None, :]) | (is_equal & (index[:, None] < index[None, :]))
+        return tl.sum(before.to(tl.int32), axis=0)
+    rank = tl.full((BLOCK,), BLOCK, tl.int32)
+    for place in range(TOP_K):
+        largest = tl.max(tl.where(rank < BLOCK, float("-inf"), values), axis=0)
+        is_best = (values == largest) & (rank == BLOCK)
+        rank = tl.where(index == tl.min(tl.where(is_best, index, BLOCK), axis=0), place, rank)
+    return rank
 
 
 @TritonKernel
