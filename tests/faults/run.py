@@ -166,13 +166,15 @@ def report(outcomes: Sequence[Outcome], seconds: float) -> int:
     return 0 if outcomes and killed_in.total() == len(outcomes) else 1
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Judge the faults that were asked for. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="faults that are judged at a time")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults that have one of these words")
-    given = parser.parse_args()
-    faults, began, outcomes = chosen(planted(), given.only), time.monotonic(), []
+    given = parser.parse_args(argv)
+    if not (faults := chosen(planted(), given.only)):
+        parser.error(f"no fault has any of these words in its file, room or reason: {', '.join(given.only)}")
+    began, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory() as work:
         copies = [Copy(Path(work) / str(number)) for number in range(given.jobs)]
         tests = sorted({test for fault in faults for test in fault.tests})

@@ -3,6 +3,7 @@
 On tiny random checkpoints in float64, read from directories as flags name them, with transformers' Llama as target.
 """
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,17 @@ def peagle() -> Made:
 EMBED_AND_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 METHODS = {"EAGLE": eagle, "EAGLE3": eagle3, "NEXTN": nextn, "STANDALONE": standalone}
 BLOCKS = {"DFLASH": dflash, "P-EAGLE": peagle}
+QUICK = {("EAGLE", min(SHAPES)), *((method, shape) for method in BLOCKS for shape in (min(SHAPES), max(SHAPES)))}
 
 
 @pytest.mark.full_but_every(8)
-@pytest.mark.slow_but_every(16)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("method", METHODS | BLOCKS)
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        pytest.param(method, shape, id=f"{method}-{shape}", marks=() if (method, shape) in QUICK else pytest.mark.slow)
+        for method, shape in itertools.product(METHODS | BLOCKS, SHAPES)
+    ],
+)
 def test_trees_are_the_written_out_loops(
     method: str, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

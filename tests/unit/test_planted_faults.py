@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from faults import draw
-from faults.run import HERE, ROOT, Fault, planted, with_fault
+from faults.run import HERE, ROOT, Fault, main, planted, with_fault
 
 FAULTS = planted()
 MOST_CHANGED = 3  # lines: a fault is one decision
@@ -74,6 +74,13 @@ def test_a_fault_that_does_not_apply_is_noticed() -> None:
     fault = Fault("a.py", "a < b", "a <= b", (), "")
     assert with_fault("if a < b:", fault) == "if a <= b:"
     assert with_fault("if a > b:", fault) is None and with_fault("a < b and a < b", fault) is None
+
+
+def test_words_that_no_fault_has_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without faults there are no tests to name, and pytest would run all that there are."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "no-fault-has-this", "nor-this"])
+    assert ended.value.code == 2 and "no-fault-has-this, nor-this" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
