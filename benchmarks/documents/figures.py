@@ -195,6 +195,21 @@ def _price(results: Results, model: str, kind: str) -> str:
     return at_most(max(row["price"] for row in rows if row["kind"] == kind and row["cell"] in cells), 2)
 
 
+def _adapted(results: Results, name: str) -> str:
+    """Accept lengths on records, with `--adapt-draft` in the last quarter of the time; of one seed."""
+    return f"{results['adapt_draft_h200']['summary'][0][name]:.2f}"
+
+
+def _gained(results: Results) -> str:
+    """Of the distance to a head that was trained on records alone."""
+    return f"{results['adapt_draft_h200']['summary'][0]['gained']:.0%}"
+
+
+def _trained(results: Results) -> str:
+    """Accept length on chat20 of a head that `train-draft` has trained for eight minutes."""
+    return f"{results['trained_draft_h200']['engine']['accept_length']:.2f}"
+
+
 FIGURES: dict[str, Callable[[Results], str]] = {
     "steps-8b": partial(_beside, models=[LLAMA]),
     "steps-smollm2": partial(_beside, models=[SMOLLM2]),
@@ -229,6 +244,12 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
     "attacks": lambda results: str(len(results["attacks_cpu"]["attacks"]["cases"])),
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
+    "trained": _trained,
+    "adapt-without": partial(_adapted, name="without"),
+    "adapt-learns": partial(_adapted, name="learns_last"),
+    "adapt-trained": partial(_adapted, name="trained"),
+    "adapt-throughput": partial(_adapted, name="throughput"),
+    "adapt-gained": _gained,
     "price-8b": lambda results: _price(results, "8B", "step"),
     "price-smollm2": lambda results: _price(results, "SmolLM2", "step"),
     "price-prompt": lambda results: _price(results, "8B", "prompt"),

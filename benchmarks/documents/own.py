@@ -12,8 +12,7 @@ from documents.peers import CHAIN, FIRST, LLAMA, PLAIN, SMOLLM2, Cell, Cells, Fi
 
 CARD = "h200"
 WITHOUT_A_RECORD = (  # files of `benchmarks/results`
-    *("throughput_8b_h200.json", "throughput_tree_8b_h200.json", "throughput_h200.json", "throughput_tree_h200.json"),
-    *("real_traffic_h200*.json", "throughput_chain_h200.json"),
+    *("throughput_h200.json", "throughput_tree_h200.json", "throughput_chain_h200.json", "real_traffic_h200*.json"),
 )
 MODELS = {"llama-3.1-8b": LLAMA, "smollm2": SMOLLM2}  # by the last part of a model's path
 

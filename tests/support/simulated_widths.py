@@ -21,7 +21,7 @@ from support.step_tables import LEVELS, SERVED, START, WIDTHS, between, costs_of
 SLOTS, GAP_S = 256, 0.025
 ROW_FLOP, MOST_ROWS = 14 * 10**9, 1400  # of an 8B model's layers, and rows of a captured step
 # A prompt's time, over that without a draft: all rows go through the head's `fc` and its product of queries, keys and
-# values, 1.5% of the target's layers. Measured were 99.06 ms for 98.23 (32 prompts of 128, throughput_8b_h200.json).
+# values, 1.5% of the target's layers. Measured were 99.06 ms for 98.23 (32 prompts of 128).
 DRAFTED = 1.015
 SLOWER = 1.01  # products than alone: first tokens of 32 to 256 prompts took 90, 183, 368 and 728 ms
 DRAFTED_BESIDE_S = 0.0005  # the same of a step of windows and prompts, 1,024 rows, and one guess of each new window

@@ -136,16 +136,16 @@ def record_of(results: Path, device: str, reports: Mapping[str, Any] | None = No
 
 
 def test_once_there_is_a_record_our_figures_are_from_it_alone(tmp_path: Path) -> None:
-    (tmp_path / "throughput_8b_h200.json").write_text(json.dumps(throughput("2026-01-02", 9.0)))
-    assert list(own_reports(tmp_path)) == ["throughput_8b_h200.json"]
+    (tmp_path / "throughput_chain_h200.json").write_text(json.dumps(throughput("2026-01-02", 9.0)))
+    assert list(own_reports(tmp_path)) == ["throughput_chain_h200.json"]
     record_of(tmp_path, "NVIDIA H200")
     assert own_cells(own_reports(tmp_path))[Cell(LLAMA, CHAIN, 8)] == Figure(2.0, 400.0, "tables, throughput_8b")
 
 
 def test_before_a_record_is_whole_its_parts_stand_beside_files(tmp_path: Path) -> None:
-    (tmp_path / "throughput_8b_h200.json").write_text(json.dumps(throughput("2025-01-02", 9.0)))
+    (tmp_path / "throughput_chain_h200.json").write_text(json.dumps(throughput("2025-01-02", 9.0)))
     record_of(tmp_path, "NVIDIA H200", tests="e")
-    assert list(own_reports(tmp_path)) == ["throughput_8b_h200.json", "tables, throughput_8b"]
+    assert list(own_reports(tmp_path)) == ["throughput_chain_h200.json", "tables, throughput_8b"]
     assert own_cells(own_reports(tmp_path))[Cell(LLAMA, CHAIN, 8)].origin == "tables, throughput_8b"
 
 
