@@ -18,11 +18,10 @@ import ast
 import functools
 import hashlib
 import importlib.util
-import io
 import json
+import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,12 @@ ROOMS = ("entrypoints", "features", "frontend", "models", "sampling", "scheduler
 PARTS = (*(f"overlap_spec/{name}" for name in ROOMS), "kernels/overlap_spec_kernels")  # of the code, each with a hash
 COMMIT_DIGITS = 12
 _NOT_SOURCE = ("__pycache__", ".DS_Store")
+# Python's tokenizer takes 4 s for the packages. A string of f"" has no quotes of its own kind inside.
+STRING_OR_COMMENT = re.compile(
+    r"""(?P<string>\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|\#[^\n]*""",
+    re.DOTALL,
+)
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # what can hold a definition
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,7 @@ def code_hash(path: Path) -> str:
 @functools.cache  # a file is part of several places
 def bare_code(text: str) -> str:
     """Python source without comments, docstrings, blank lines and spaces at line ends."""
-    lines = text.splitlines(keepends=True)
-    for kind, _, start, end, _ in reversed(list(tokenize.generate_tokens(io.StringIO(text).readline))):
-        if kind == tokenize.COMMENT:
-            _cut(lines, start, end)
+    lines = STRING_OR_COMMENT.sub(lambda found: found["string"] or "", text).splitlines(keepends=True)
     for start, end in reversed(_docstrings(ast.parse(text))):
         _cut(lines, start, end)
     return "\n".join(bare for line in "".join(lines).splitlines() if (bare := line.rstrip()))
@@ -176,8 +178,10 @@ def _code_of(part: str, places: Mapping[str, Path]) -> str | None:
 
 def _docstrings(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Begin and end of every docstring, in the order of the text: (line from 1, column)."""
-    found = []
-    for node in ast.walk(tree):
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        left += (each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
             if (

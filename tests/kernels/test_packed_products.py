@@ -270,9 +270,16 @@ def test_it_compiles(kind: str, gated: bool) -> None:
     assert products.code_of(cut, form).compiled().startswith(b"\x7fELF")
 
 
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("gated", [True, False])
-def test_no_product_of_one_order_waits_for_registers(gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("gated", "count"),
+    [
+        (True, 97),  # most sums in registers
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 97))),
+        *(pytest.param(True, count, marks=pytest.mark.full) for count in (9, 17, 33, 49, 65)),
+        *(pytest.param(False, count, marks=pytest.mark.full) for count in (1, 9, 17, 33, 49, 65)),
+    ],
+)
+def test_no_product_of_one_order_waits_for_registers(gated: bool, count: int) -> None:
     """All divisions of small and large weights compile without a warning, which is an error here."""
     pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
     codes = set()
@@ -283,6 +290,7 @@ def test_no_product_of_one_order_waits_for_registers(gated: bool) -> None:
             cut = products.products_in_one_order(x, weight, gated, packing := packing_of("fp8, rows"))
             assert cut is not None and (form := products.form_of(packing, gated)) is not None
             assert cut.few == (rows <= 8)
-            codes.add(products.code_of(cut, form))
+            if rows == count:
+                codes.add(products.code_of(cut, form))
     for code in codes:
         code._compile()  # what is kept would not warn again

@@ -12,7 +12,6 @@ of three spellings that the decoder of tokenizer.json tells:
     other            as the decoder gives it
 """
 
-import json
 import re
 import struct
 from array import array
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
 from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest, OpenRequests, Run
-from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.output import Piece, decoder_of
 from overlap_spec.frontend.request_checks import check_ids
 from overlap_spec.frontend.rows import LateRow, RowTurns
 from overlap_spec.messages import (
@@ -54,9 +53,8 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        # At once, at start: a large tokenizer takes a tenth of a second, for which requests would wait.
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
-        self._decoders = frozenset(_types(json.loads(tokenizer.to_str()).get("decoder") or {}))
+        self._decoders = frozenset(_types(decoder_of(tokenizer)))
 
     def of(self, token_id: int) -> bytes:
         """b"" for an id that is no token's: a model's vocabulary is often padded."""
