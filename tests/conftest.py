@@ -110,8 +110,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`.
 
-    Of the slow cases of a test marked `full_but_every(n)`, likewise, all but those become `full`. It is 2 where a test
-    has quick cases and no such mark: they show the same of other values.
+    Of the slow cases of a test marked `full_but_every(n)`, likewise, all but those become `full`. Where a test has quick
+    cases, which show the same of other values, n counts twice, and is 2 without the mark.
     """
     cases: Counter[str] = Counter()
     slow_cases: Counter[str] = Counter()
@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         every = item.get_closest_marker("full_but_every") or (thinned and pytest.mark.full_but_every(2))
         if every and item.get_closest_marker("slow") is not None:
             function = item.nodeid.partition("[")[0]
-            if slow_cases[function] % every.args[0]:
+            if slow_cases[function] % (every.args[0] * (2 if thinned else 1)):
                 item.add_marker(pytest.mark.full)
             slow_cases[function] += 1
 

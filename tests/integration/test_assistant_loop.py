@@ -63,8 +63,8 @@ def test_it_answers_as_plain_decoding(family: str, codec: TextCodec) -> None:
 @pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma 4", "gemma 4 e", "gemma 4 moe"])
-def test_3_schedules(family: str, codec: TextCodec) -> None:
-    seen = run_seeds(range(3, 6), codec, {"method": ASSISTANT, "family": family})
+def test_a_schedule(family: str, codec: TextCodec) -> None:
+    seen = run_seeds(range(4, 5), codec, {"method": ASSISTANT, "family": family})
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 

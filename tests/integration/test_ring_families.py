@@ -114,9 +114,9 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
 @pytest.mark.slow
 @pytest.mark.full_but_every(56)
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
-def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
-    """Too few for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(3, 5), codec, {"method": method, "family": family})
+def test_a_schedule_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
+    """Too few requests for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(4, 5), codec, {"method": method, "family": family})
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 

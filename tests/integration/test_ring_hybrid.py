@@ -131,9 +131,9 @@ FEW += [pytest.param("qwen3 next", name, marks=pytest.mark.full) for name in CHA
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), FEW)
-def test_3_random_schedules(codec: TextCodec, family: str, method: str) -> None:
-    """Too few for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(4, 7), codec, {"method": method, "family": family})
+def test_a_random_schedule(codec: TextCodec, family: str, method: str) -> None:
+    """Too few requests for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(4, 5), codec, {"method": method, "family": family})
     assert seen["finished"] > 5 and seen["rejected"] > 0, dict(seen)
 
 

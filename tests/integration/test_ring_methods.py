@@ -12,9 +12,9 @@ OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_random
 @pytest.mark.full_but_every(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
-def test_2_schedules(codec: TextCodec, method: str) -> None:
-    """Too few for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(3, 5), codec, {"method": method})
+def test_a_schedule(codec: TextCodec, method: str) -> None:
+    """Too few requests for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(4, 5), codec, {"method": method})
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 

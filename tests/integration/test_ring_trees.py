@@ -49,9 +49,9 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
 @pytest.mark.full_but_every(20)
 @pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("name", CASES)
-def test_2_schedules(codec: TextCodec, name: str) -> None:
-    """Too few for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(3, 5), codec, engine_of(name))
+def test_a_schedule(codec: TextCodec, name: str) -> None:
+    """Too few requests for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(4, 5), codec, engine_of(name))
     assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
 
 

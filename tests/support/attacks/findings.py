@@ -84,7 +84,8 @@ async def bad_word_of_8_million_characters(attacker: Attacker) -> str:
 
 
 async def forty_choices(attacker: Attacker) -> str:
-    return answered(await attacker.complete(**FORTY_CHOICES))
+    """Shorter than the attack's, whose steps are no longer for it."""
+    return answered(await attacker.complete(**FORTY_CHOICES | {"max_tokens": 30}))
 
 
 FORTY_CHOICES = {"max_tokens": 120, "n": 40, "ignore_eos": True, "allowed_token_ids": [LETTER_A]}
