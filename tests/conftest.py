@@ -110,8 +110,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`.
 
-    Of the slow cases of a test marked `full_but_every(n)`, likewise, all but those become `full`. Where a test has quick
-    cases, which show the same of other values, n counts twice, and is 2 without the mark.
+    Of the slow cases of a test marked `full_but_every(n)`, likewise, all but those become `full`. Where a test has
+    quick cases, which show the same of other values, n counts twice, and is 2 without the mark.
     """
     cases: Counter[str] = Counter()
     slow_cases: Counter[str] = Counter()
