@@ -171,6 +171,15 @@ def check_loading(name: str) -> None:
         raise NotLoadedError(name)
 
 
+def shared_zeros(size: int, device: torch.device) -> Tensor:
+    """Counters that all launches of a kernel share, made once. Shapes: -> [size] i32.
+
+    Raises: NotLoadedError where no kernel may be loaded: made in a capture, they would be zero after its replays alone.
+    """
+    check_loading("counters")
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
 def _refuse(*, fn: Any, **_: object) -> bool:
     """A hook of Triton's."""
     raise NotLoadedError(fn.name)

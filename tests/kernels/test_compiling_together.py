@@ -14,7 +14,10 @@ import pytest
 import torch
 from overlap_spec_kernels import compile_pool
 from overlap_spec_kernels.compile_pool import _NoDevice, begin_compiler as begin, compiling_together, end_with
+from overlap_spec_kernels.experts.route import row_counters
 from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
+from overlap_spec_kernels.linear import quantized_tiles, warpgroup_linear
+from overlap_spec_kernels.linear.packed_products import split_counters
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import _COMPILER, CudaCode, CudaKernel
 from support.command_line import is_running, wait_until_gone
@@ -177,8 +180,12 @@ def test_a_kernel_that_is_not_loaded_is_refused_where_none_may_be(kernel: Triton
             launch(kernel)
         with pytest.raises(NotLoadedError, match="a"):
             _ = in_cuda._function
+        for made in (row_counters, warpgroup_linear.tile_counters, quantized_tiles.tile_counters, split_counters):
+            with pytest.raises(NotLoadedError, match="counters"):
+                made.__wrapped__(torch.device("cpu"))
     assert triton.knobs.runtime.jit_cache_hook is None
     check_loading("a")
+    assert not split_counters.__wrapped__(torch.device("cpu")).any()
 
 
 def test_outputs_of_kernels_that_are_not_run_are_zeros(hopper: None) -> None:

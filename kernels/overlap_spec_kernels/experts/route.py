@@ -27,6 +27,7 @@ from overlap_spec_kernels.launch import (
     next_power_of_2,
     require,
     runs_triton,
+    shared_zeros,
 )
 
 _FEW_ROWS, _MANY_ROWS = 8, 512  # up to which there is one launch; from which a program adds all parts
@@ -150,7 +151,7 @@ def _with_common_triton(routing: Routing, x: Tensor, share: Tensor | None, exper
 @functools.cache
 def row_counters(device: torch.device) -> Tensor:
     """Programs of each row that have stored their part; zero between kernels. Shapes: -> [rows] i32."""
-    return torch.zeros(_FEW_ROWS, dtype=torch.int32, device=device)
+    return shared_zeros(_FEW_ROWS, device)
 
 
 def _empty(parts: int, x: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import ceil_div
+from overlap_spec_kernels.launch import ceil_div, shared_zeros
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import Order, Packing
@@ -323,7 +323,7 @@ def _address(tensor: Tensor | None) -> int | None:
 @functools.cache
 def split_counters(device: torch.device) -> Tensor:
     """Programs that have left their part of a tile; zero between kernels. Shapes: -> [tiles, warpgroups] i32."""
-    return torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+    return shared_zeros(_MOST_COUNTERS, device)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.language import cuda, gl, hopper
-from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2
+from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, shared_zeros
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized_stream import _scales_of_block
@@ -105,7 +105,7 @@ def tiles_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> Quanti
 @functools.cache
 def tile_counters(device: torch.device) -> Tensor:
     """Number of programs that have stored their part of each tile; zero between kernels. Shapes: -> [tiles] i32."""
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+    return shared_zeros(_MOST_TILES, device)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.language import barrier, cuda, gl, hopper
-from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.launch import (
+    GluonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    runs_gluon,
+    shared_zeros,
+)
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.streamed_linear import _better, _scale_of_rows, _store
 
@@ -103,7 +110,7 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
 @functools.cache
 def tile_counters(device: torch.device) -> Tensor:
     """Number of programs that have stored their part of each tile; zero between kernels. Shapes: -> [tiles] i32."""
-    return torch.zeros(_SPLIT_BELOW, dtype=torch.int32, device=device)
+    return shared_zeros(_SPLIT_BELOW, device)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))

@@ -7,6 +7,7 @@ to 15 digits. With top_k, top_p or min_p the sampler runs as it is: what they ke
 
 import torch
 from overlap_spec_kernels import largest_columns
+from overlap_spec_kernels.launch import check_loading
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
@@ -36,11 +37,15 @@ def compiled_draw(max_batch: int) -> Draw:
 
     _dynamo.config.recompile_limit = MOST_VARIANTS
     _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
-    compiled = torch.compile(_unfiltered, fullgraph=True, dynamic=False)
+    compiled, met = torch.compile(_unfiltered, fullgraph=True, dynamic=False), set[object]()
 
     def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-        run = compiled if len(logits) <= max_batch and not sampling.work.filtered else draw_columns
-        return run(logits, positions, sampling, token_ids)
+        if len(logits) > max_batch or sampling.work.filtered:
+            return draw_columns(logits, positions, sampling, token_ids)
+        if (shape := (logits.shape, sampling.work.sampled)) not in met:
+            check_loading("the compiled sampler")
+            met.add(shape)
+        return compiled(logits, positions, sampling, token_ids)
 
     return draw
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from overlap_spec_kernels import NotLoadedError, loaded_only
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.torch_compile.worker import compiled_draw
-from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.worker.build import draw_of
 
@@ -53,6 +54,25 @@ def test_larger_batches_are_not_compiled(make_batch, monkeypatch) -> None:
         batch = make_batch([10] * size)
         assert draw(torch.randn(size, 1, 8), batch.lengths[:, None], batch.sampling, torch.arange(8)).shape == (size, 1)
     assert compiled == [2, 1]
+
+
+def test_no_capture_compiles_what_no_run_has(make_batch, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    draw, batch = compiled_draw(2), make_batch([10, 20])
+    sampled = replace(batch.sampling, work=SamplingWork(sampled=True, filtered=False, processed=False))
+
+    def draw_once(sampling: Sampling = batch.sampling, rows: int = 1) -> None:
+        draw(torch.randn(2, rows, 8), torch.zeros(2, rows, dtype=torch.int64), sampling, torch.arange(8))
+
+    draw_once()
+    with loaded_only():
+        draw_once()
+        for new in ({"sampling": sampled}, {"rows": 3}):
+            with pytest.raises(NotLoadedError, match="compiled"):
+                draw_once(**new)
+    draw_once(sampled)
+    with loaded_only():
+        draw_once(sampled)
 
 
 def test_filters_are_not_compiled(make_batch, monkeypatch) -> None:
