@@ -50,7 +50,7 @@ def start(executor: Executor) -> None:
 
 def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> None:
     executor, geometry = make(), CONFIG.geometry()
-    with compiling_together(4) as compilations, compilations.finding():
+    with compiling_together(4) as together, together.finding():
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
         graph_runner(executor, graph_sizes(executor, geometry, BATCHES)).run_once()
     with compilations(loaded=False) as compiled:
