@@ -182,6 +182,33 @@ def test_linears_of_few_bits_in_one_order(bits: int, group: int, model: str) -> 
     judge("linears of few bits in one order", linears(made, counts=TO_PROMPTS, models=[model], unrounded=True))
 
 
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_norm_between_linears_in_fp8(model: str) -> None:
+    """Sums that large weights scale results by: those of few rows are those of 2,048, which another kernel adds."""
+    shapes, weights = SHAPES[model], {}
+    for linear in ("output", "down", "qkv", "gate, up"):
+        weight = quantized(8, 0)(*shapes[linear][:2])
+        assert isinstance(weight, QuantizedWeight)
+        weights[linear] = OrderedQuantizedWeight.of(weight)
+    size = shapes["output"][0]
+    norm = Norm((torch.rand(size, device="cuda") + 0.5).to(BFLOAT), 1e-5)
+    residual = torch.randn(max(TO_PROMPTS), size, device="cuda").to(BFLOAT)
+    for first in ("output", "down"):
+        x = torch.randn(max(TO_PROMPTS), shapes[first][1], device="cuda").to(BFLOAT)
+
+        def results(count: int, first: str = first, x: Tensor = x) -> dict[str, Tensor]:
+            added = weights[first].add(x[:count], residual[:count], norm)
+            assert added.squares is not None
+            found = {"sum": added.values, "weighted": added.weighted, "squares": added.squares.t()}
+            found |= {"norm": added.normalised(), "qkv": weights["qkv"].product(added)}
+            return found | {"logits": weights["qkv"].logits(added), "gate": weights["gate, up"].gated(added)}
+
+        expected = results(len(x))
+        for count in reversed(TO_PROMPTS):
+            for name, found in results(count).items():
+                assert torch.equal(found, expected[name][:count]), (first, name, count)
+
+
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
 def test_linears_of_few_bits(name: str, bits: int, group: int) -> None:
     judge(f"linears in {name}", linears(quantized(bits, group)))

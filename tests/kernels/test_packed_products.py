@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulators.cuda import CudaEmulator
-from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels import Norm, Normed, OrderedQuantizedWeight
 from overlap_spec_kernels.launch import assuming
-from overlap_spec_kernels.linear import packed_products as products, wide_linear as wide
+from overlap_spec_kernels.linear import (
+    ordered_quantized,
+    packed_products as products,
+    wide_linear as wide,
+)
 from overlap_spec_kernels.linear.call import Addition, Call, call_of
 from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, in_rows, packed
@@ -183,6 +187,48 @@ def test_parts_of_k_are_those_of_many_rows(
     )
     assert torch.equal(found, out[: cut.rows]) and not torch.equal(whole, found)
     wide._kernel.cache_clear()
+
+
+@pytest.fixture
+def as_on_a_gpu(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of what a large weight runs in one order, but for kernels in Triton, whose references run."""
+    wide._kernel.cache_clear()
+    emulator.install(monkeypatch, wide)
+    emulator.multiprocessors = 132
+    monkeypatch.setattr(wide, "num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(wide, "runs_hopper", lambda device: True)
+    for module in (ordered_quantized, products, wide):
+        monkeypatch.setattr(module, "_LARGE", 1 << 15)
+    for name in ("add_in_parts", "scales_of_rows"):
+        monkeypatch.setattr(ordered_quantized, name, getattr(ordered_quantized, f"{name}_reference"))
+    monkeypatch.setattr(ordered_quantized, "runs_triton", lambda x: True)
+    yield
+    wide._kernel.cache_clear()
+
+
+@pytest.mark.slow_but_every(1)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_norm_between_linears_has_the_bits_of_many_rows() -> None:
+    """The sum of a linear whose K has parts, and products and gates of its norm; scales are not those of one part."""
+    output, plain, gate = (
+        OrderedQuantizedWeight(*weight_of("fp8, rows", *shape)[:2], BFLOAT)
+        for shape in ((192, 512), (96, 192), (224, 192))
+    )
+    x, residual = torch.randn(140, 512).to(BFLOAT), 8 * torch.randn(140, 192).to(BFLOAT)
+    norm = Norm((torch.rand(192) + 0.5).to(BFLOAT), 1e-5)
+
+    def results(count: int) -> list[Tensor]:
+        added = output.add(x[:count], residual[:count], norm)
+        assert added.squares is not None and added.squares.shape == (3, count)
+        found = [added.values, added.weighted, added.squares.t(), plain.product(added), gate.gated(added)]
+        return [*found, plain.logits(added)]
+
+    expected = results(140)
+    scaled = F.rms_norm(expected[0].double(), (192,), norm.weight.double(), 1e-5)
+    assert_near(expected[5], scaled @ dequantised(*in_rows(plain.data, plain.packing), torch.float64).t())
+    for count in (1, 7, 12, 40):
+        for found, whole in zip(results(count), expected, strict=True):
+            assert torch.equal(found, whole[:count]), count
 
 
 @pytest.mark.slow

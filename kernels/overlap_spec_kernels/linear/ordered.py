@@ -162,20 +162,22 @@ def ordered_wide_for(x: Tensor, weight: Tensor, end: str) -> Wide | None:
 
 
 def multiply_many(
-    x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, scales: Tensor | None = None, parts: int = 1
-) -> Tensor:
+    x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, scales: Tensor | None = None, parts: int = 1,
+    row_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The product for any number of rows, fast for many. Sync: never.
 
     `scales`: of W's rows, which multiply sums. `parts`: of K, whose sums are added; more than 128 rows then.
-    Shapes: x [T, I], weight [O, I], scales [O] f32 -> [T, O], or [T, O / 2] if gated.
+    `row_scales`: of x, which multiply the results of that; more than 128 rows of a large weight then.
+    Shapes: x [T, I], weight [O, I], scales [O] f32, row_scales [T] f32 -> [T, O], or [T, O / 2] if gated.
     """
     wide = ordered_wide_for(x, weight, "GATED" if gated else "PLAIN")
     if wide is None:
-        assert parts == 1
+        assert parts == 1 and row_scales is None
         return multiply_in_order(x, weight, gated, dtype, scales=scales)
     wide = wide if parts == 1 else IN_PARTS._replace(parts=parts)
     call = call_of(x, weight, gated, None, dtype, wide.block_n)
-    wide.run(call, wide.num_programs(weight, gated), scales)
+    wide.run(call, wide.num_programs(weight, gated), scales, row_scales)
     assert call.out is not None
     return call.out
 

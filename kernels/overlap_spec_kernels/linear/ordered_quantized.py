@@ -6,6 +6,9 @@ and a row's scale multiplies its sums in float32:
     up to 128 rows   packed_products.py, with all of K in each program, where W lies in fragment order
     more             the values become a matrix in a scratch buffer (`dequantize.py`), which wide_linear.py multiplies
 
+There a norm takes no launch of its own, as without the flag: what is written is the sum with the residual, that times
+the norm's weight, and sums of squares of 64 columns, from which a large weight scales its results.
+
 In other formats scale * (value - zero) is multiplied, computed in float32 and rounded to 16 bits:
 
     up to 64 rows    the values of a tile become 16 bits in registers, run after run of the weight's columns
@@ -24,15 +27,19 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
-from overlap_spec_kernels.linear.call import call_of, num_columns
+from overlap_spec_kernels.linear.call import Addition, call_of, num_columns
 from overlap_spec_kernels.linear.ordered import OrderedOperand, OrderedWeight, multiply_many
 from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, in_rows
 from overlap_spec_kernels.linear.quantized import PackedWeight, QuantizedWeight
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 _MOST_CONVERTED = 64  # rows of x; with more, W is written to the scratch buffer first
 _BLOCK_N = 32
+_PART = 64  # columns whose squares are added up
+_HELPERS = 3  # of packed_products.cu, each of which adds up every third of these sums
+_LARGE = 8 << 20  # bytes of a weight in 16 bits that wide_linear.py takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +62,53 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
         plain = QuantizedWeight(self.data, self.packing, self.dtype, self.scratch)
         return OrderedQuantizedWeight.of(plain.rows(ids))
 
+    def product(self, x: Tensor | Normed) -> Tensor:
+        return self._normed_times(x, False, self.dtype)
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        return self._normed_times(x, True, self.dtype)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return self._normed_times(x, False, torch.float32)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if not self._in_fragments or not runs_triton(x) or self.shape[0] % _PART or norm.weight.dtype != self.dtype:
+            return OrderedOperand.add(self, x, residual, norm)
+        if added := self._launch(x, False, self.dtype, Addition(residual, norm)):
+            return added
+        return add_in_parts(self.multiplied(x, False, torch.float32), residual, norm)
+
+    def _normed_times(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype) -> Tensor:
+        """A large weight multiplies rows before their scale, with any number of rows."""
+        large = self._in_fragments and 2 * self.shape[0] * self.shape[1] >= _LARGE
+        if not large or not isinstance(x, Normed) or x.squares is None:
+            return self.multiplied(normalised(x), gated, dtype)
+        if product := self._launch(x, gated, dtype):
+            return product.values
+        matrix, parts = self._matrix(False), parts_in_one_order(*self.shape, gated)
+        return multiply_many(x.weighted, matrix, gated, dtype, self.packing.scales[0], parts, scales_of_rows(x))
+
+    @property
+    def _in_fragments(self) -> bool:
+        return self.packing.order is Order.FRAGMENTS and scales_rows(self.packing) and self.dtype == torch.bfloat16
+
+    def _launch(
+        self, x: Tensor | Normed, gated: bool, dtype: torch.dtype, add: Addition | None = None
+    ) -> Normed | None:
+        """By packed_products.py; None where it does not apply."""
+        cut = products_in_one_order(rows_of(x), self.data, gated, self.packing)
+        if cut is None:
+            return None
+        call = call_of(x, self.data, gated, add, dtype, cut.block_n)
+        cut.run(call, cut.num_programs(self.data, gated), self.packing)
+        assert call.out is not None
+        weighted = call.out if call.weighted is None else call.weighted
+        return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)
+
     def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
         if runs_triton(rows):
-            if cut := products_in_one_order(rows, self.data, gated, self.packing):
-                call = call_of(rows, self.data, gated, None, dtype, cut.block_n)
-                cut.run(call, cut.num_programs(self.data, gated), self.packing)
-                assert call.out is not None
-                return call.out
+            if product := self._launch(rows, gated, dtype):
+                return product.values
             if len(rows) <= _MOST_CONVERTED and self.packing.order is Order.ROWS:
                 return multiply_few_bits(rows, self.data, self.packing, gated, dtype)
         if not scales_rows(self.packing):
@@ -77,6 +124,99 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
         if self.scratch is not None:
             return self.matrix(self.scratch, scaled)
         return dequantised(self.data, self.packing, torch.float32, scaled).to(self.dtype)
+
+
+def add_in_parts(y: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    """The sum with the residual, prepared for the norm: the bits of packed_products.cu. Sync: never.
+
+    Shapes: y [T, H] f32, residual [T, H], of H a multiple of 64.
+    """
+    num_rows, size = y.shape
+    total = residual.new_empty((num_rows, size))
+    weighted, squares = torch.empty_like(total), y.new_empty((size // _PART, num_rows))
+    tensors = y, residual, norm.weight, total, weighted, squares
+    _add_in_parts_kernel[(num_rows,)](
+        *tensors,
+        residual.stride(0),
+        num_rows,
+        size,
+        BLOCK=next_power_of_2(size),
+        PART=_PART,
+        num_warps=8,
+        enable_fp_fusion=False,
+        **dependent_launch(y.device, num_rows),
+    )
+    return Normed(total, weighted, squares, norm.eps)
+
+
+def add_in_parts_reference(y: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    total = (y + residual.float()).to(residual.dtype)
+    weighted = (total.float() * norm.weight.float()).to(residual.dtype)
+    sums = total.float().square().unflatten(1, (-1, _PART))
+    while sums.shape[2] > 1:  # neighbours first
+        sums = sums[:, :, ::2] + sums[:, :, 1::2]
+    return Normed(total, weighted, sums[:, :, 0].t().contiguous(), norm.eps)
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
+def _add_in_parts_kernel(
+    y_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor, total_ptr: tl.tensor, weighted_ptr: tl.tensor,
+    squares_ptr: tl.tensor, residual_stride: int, num_rows: int, size: int, BLOCK: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_inputs(PDL)
+    y = tl.load(y_ptr + row * size + column, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+    total = (y + residual.to(tl.float32)).to(residual.dtype)
+    tl.store(total_ptr + row * size + column, total, mask=inside)
+    total = total.to(tl.float32)
+    weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(weighted_ptr + row * size + column, total * weight, mask=inside)
+    sums = total * total
+    for step in tl.static_range(6):
+        even, odd = tl.split(tl.reshape(sums, [BLOCK >> (step + 1), 2]))
+        sums = even + odd
+    part = tl.arange(0, BLOCK // PART)
+    tl.store(squares_ptr + part * num_rows + row, sums, mask=part < size // PART)
+
+
+def scales_of_rows(x: Normed) -> Tensor:
+    """The norm's scales: the bits of packed_products.cu. Shapes: -> [T] f32. Sync: never."""
+    assert x.squares is not None
+    (num_parts, num_rows), size = x.squares.shape, x.weighted.shape[1]
+    out = x.squares.new_empty(num_rows)
+    given = dependent_launch(out.device, num_rows)
+    _scales_of_rows_kernel[(ceil_div(num_rows, 128),)](
+        x.squares, out, num_rows, num_parts, size, x.eps, BLOCK=128, HELPERS=_HELPERS, enable_fp_fusion=False, **given
+    )
+    return out
+
+
+def scales_of_rows_reference(x: Normed) -> Tensor:
+    assert x.squares is not None
+    sums = [sum(x.squares[first::_HELPERS], torch.zeros_like(x.squares[0])) for first in range(_HELPERS)]
+    return torch.rsqrt((sums[0] + sums[1] + sums[2]) / x.weighted.shape[1] + x.eps)
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_parts"))
+def _scales_of_rows_kernel(
+    squares_ptr: tl.tensor, out_ptr: tl.tensor, num_rows: int, num_parts: int, size: int, eps: float,
+    BLOCK: tl.constexpr, HELPERS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for helper in tl.static_range(HELPERS):
+        sums = tl.zeros([BLOCK], tl.float32)
+        for part in range(helper, num_parts, HELPERS):
+            sums += tl.load(squares_ptr + part * num_rows + row, mask=row < num_rows, other=0.0)
+        total += sums
+    mean = tl.div_rn(total, tl.zeros([BLOCK], tl.float32) + size)
+    tl.store(out_ptr + row, tl.rsqrt(mean + eps), mask=row < num_rows)
 
 
 def scales_rows(packing: Packing) -> bool:

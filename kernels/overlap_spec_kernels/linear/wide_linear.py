@@ -37,6 +37,7 @@ class _Work(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("best_at", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
         ("size_n", ctypes.c_int),
         ("chunks", ctypes.c_int),
@@ -57,11 +58,13 @@ class Wide(NamedTuple):
         """Number of tiles of W, which is the number of programs that share each row."""
         return ceil_div(num_columns(weight, gated), self.block_n)
 
-    def run(self, call: Call, programs: int, scales: Tensor | None = None) -> None:
+    def run(self, call: Call, programs: int, scales: Tensor | None = None, row_scales: Tensor | None = None) -> None:
         """Launch. Writes `call.out`, or `call.best` and `call.best_at`, contiguous by row, if they are given.
 
-        Shapes: scales [O] f32. Sync: never.
+        `scales` multiply sums, and `row_scales` the results of that. Shapes: scales [O] f32, row_scales [T] f32.
+        Sync: never.
         """
+        assert row_scales is None or scales is not None
         x, weight = call.x, call.weight
         out = call.out if call.best is None else call.best
         assert out is not None and call.squares is None
@@ -70,6 +73,7 @@ class Wide(NamedTuple):
             out=out.data_ptr(),
             best_at=None if call.best_at is None else call.best_at.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
+            row_scales=None if row_scales is None else row_scales.data_ptr(),
             num_rows=x.shape[0],
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,

@@ -142,7 +142,7 @@ __device__ __forceinline__ void write_sum(
     float (&y)[8], const Work& work, const Addends& addends, long long at, int row, int column
 ) {
     bool valid = row < work.num_rows && column < work.size_n;
-    float values[8], weights[8], squares = 0;
+    float values[8], weights[8], squares[8];
     unpack(values, addends.residual);
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] += values[i];
@@ -151,7 +151,7 @@ __device__ __forceinline__ void write_sum(
     unpack(weights, addends.norm);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        squares += valid ? values[i] * values[i] : 0;
+        squares[i] = valid ? __fmul_rn(values[i], values[i]) : 0;
         weights[i] *= values[i];
     }
     if (valid) {
@@ -159,8 +159,13 @@ __device__ __forceinline__ void write_sum(
         *reinterpret_cast<uint4*>(work.weighted + at) = round8(weights);
     }
 #pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) squares += __shfl_xor_sync(0xffffffff, squares, lanes);
-    if (threadIdx.x % 8 == 0 && row < work.num_rows) work.sums[column / 64 * work.num_rows + row] = squares;
+    for (int step = 1; step < 8; step *= 2)  // neighbours first, as ordered_quantized.py adds them
+#pragma unroll
+        for (int i = 0; i < 8; i += 2 * step) squares[i] = __fadd_rn(squares[i], squares[i + step]);
+    float sum = squares[0];
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    if (threadIdx.x % 8 == 0 && row < work.num_rows) work.sums[column / 64 * work.num_rows + row] = sum;
 }
 
 __device__ __forceinline__ void write_row(const float (&y)[8], const Work& work, long long at) {

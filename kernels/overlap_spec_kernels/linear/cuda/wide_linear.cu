@@ -10,7 +10,8 @@
 //     full       of a stage: its bytes have arrived, from both programs
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
-// The command line defines COLUMNS, STAGES, PARTS of K, which are added up as packed_products.cu adds them, and one of GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales;
+// The command line defines COLUMNS, STAGES, PARTS of K, which are added up as packed_products.cu adds them, and one of
+// GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales, those of x too where they are given;
 // `wgmma.h` is written for COLUMNS and the type of x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
@@ -20,7 +21,8 @@
 struct Work {
     void* out;            // [T, N] of x's type, or float32 if `is_float`; ARGMAX [T, num_columns] float32
     int* best_at;         // ARGMAX [T, num_columns]
-    const float* scales;  // SCALED [O] of W's rows
+    const float* scales;      // SCALED [O] of W's rows
+    const float* row_scales;  // SCALED [T] of x's rows, or null
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int chunks;       // chunks of 64 columns of K

@@ -32,14 +32,31 @@ struct Scales {
     }
 };
 
+// The scales of a thread's two rows of x.
+struct RowScales {
+    float of[2] = {1.0f, 1.0f};
+
+    __device__ __forceinline__ RowScales(const Work& work, int row) {
+#ifdef SCALED
+#pragma unroll
+        for (int below = 0; below < 2; ++below)
+            if (work.row_scales != nullptr && row + 8 * below < work.num_rows)
+                of[below] = work.row_scales[row + 8 * below];
+#endif
+    }
+};
+
 // Two neighbouring columns of the result: 8 j and 8 j + 1 of a thread's upper or lower row.
-__device__ __forceinline__ float2 results(const float (&sums)[SUMS], const Scales& scales, int j, int below) {
+__device__ __forceinline__ float2 results(
+    const float (&sums)[SUMS], const Scales& scales, const RowScales& rows, int j, int below
+) {
     int at = 4 * j + 2 * below;
-    if (PARTS > 1) return make_float2(sums[at], sums[at + 1]);
-    float2 y = make_float2(sums[at] * scales.of[0].x, sums[at + 1] * scales.of[0].y);
+    float row = rows.of[below];
+    if (PARTS > 1) return make_float2(sums[at] * row, sums[at + 1] * row);
+    float2 y = make_float2(sums[at] * scales.of[0].x * row, sums[at + 1] * scales.of[0].y * row);
 #ifdef GATED
     at += SUMS / 2;
-    y = make_float2(gated(y.x, sums[at] * scales.of[1].x), gated(y.y, sums[at + 1] * scales.of[1].y));
+    y = make_float2(gated(y.x, sums[at] * scales.of[1].x * row), gated(y.y, sums[at + 1] * scales.of[1].y * row));
 #endif
     return y;
 }
@@ -59,7 +76,9 @@ __device__ __forceinline__ void add_part(
 }
 
 // Results as they are.
-__device__ __forceinline__ void write_floats(const float (&sums)[SUMS], const Work& work, int row, int column) {
+__device__ __forceinline__ void write_floats(
+    const float (&sums)[SUMS], const Work& work, const RowScales& rows, int row, int column
+) {
 #pragma unroll
     for (int j = 0; j < OUT_COLUMNS / 8; ++j) {
         Scales scales(work, column + 8 * j);
@@ -67,7 +86,7 @@ __device__ __forceinline__ void write_floats(const float (&sums)[SUMS], const Wo
         for (int below = 0; below < 2; ++below) {
             long long at = static_cast<long long>(row + 8 * below) * work.size_n + column + 8 * j;
             if (row + 8 * below < work.num_rows && column + 8 * j < work.size_n)
-                *reinterpret_cast<float2*>(static_cast<float*>(work.out) + at) = results(sums, scales, j, below);
+                *reinterpret_cast<float2*>(static_cast<float*>(work.out) + at) = results(sums, scales, rows, j, below);
         }
     }
 }
@@ -77,9 +96,10 @@ __device__ __forceinline__ void finish(
     const float (&sums)[SUMS], const Work& work, const Tile& tile, char* staged, int group
 ) {
     int thread = threadIdx.x % 128, lane = thread % 32, own_column = tile.column * OUT_COLUMNS + lane % 4 * 2;
-    int first_row = tile.row + group * GROUP_ROWS;
+    int first_row = tile.row + group * GROUP_ROWS, own_row = first_row + thread / 32 * 16 + lane / 4;
+    RowScales rows(work, own_row);
     if (work.is_float) {
-        write_floats(sums, work, first_row + thread / 32 * 16 + lane / 4, own_column);
+        write_floats(sums, work, rows, own_row, own_column);
         return;
     }
     staged += group * GROUP_ROWS * PITCH;
@@ -93,7 +113,7 @@ __device__ __forceinline__ void finish(
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 Scales scales(work, own_column + (j + i / 2) * 8);
-                float2 y = results(sums, scales, j + i / 2, i % 2);
+                float2 y = results(sums, scales, rows, j + i / 2, i % 2);
                 pairs[i] = round2(y.x, y.y);
             }
             store_matrices(address + (j - first) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
