@@ -3,6 +3,7 @@
     python benchmarks/bits_of_alone.py --part smollm2 --seconds 200 --output benchmarks/results/bits_h200.json
     python benchmarks/bits_of_alone.py --part fp8 ..     the 8B's shape; also bf16, int4, kv8
     python benchmarks/bits_of_alone.py --part tiny ..    on a CPU
+    python benchmarks/bits_of_alone.py --part recurring ..    a tiny mixture with Gated DeltaNet layers, on any device
 
 One engine decodes each request plainly and alone: one slot, no prefix cache. Others, the part's ways, have the same
 requests in bursts: by guesses of a head, by n-grams, in plain batches. Their pools are small, so requests are
@@ -118,7 +119,9 @@ PARTS = {
     "int4": of_8b(),
     "kv8": of_8b(kv_cache_dtype="fp8_e4m3"),
     "tiny": Part(32, 2, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
+    "recurring": Part(64, 2, 48, 32, True, {"page_size": 16}, TINY_WAYS, context=512, vocabulary=100),
 }
+TINY = {"tiny": "llama", "recurring": "qwen3 next"}  # families
 
 
 @dataclass(frozen=True)
@@ -416,7 +419,7 @@ def read(output: str | None) -> dict[str, Any]:
 def config_of(part: Part, name: str, own: dict[str, Any], scratch: Path) -> EngineConfig:
     """An engine of a part. In int4 the 8B's shape is a GPTQ checkpoint's."""
     model = dict(part.model)
-    if name == "tiny":
+    if name in TINY:
         model["model_path"] = str(scratch / "tiny")
         if own.get("speculative_algorithm") == "EAGLE3":
             model["speculative_draft_model_path"] = str(scratch / "tiny" / "head")
@@ -430,8 +433,8 @@ def config_of(part: Part, name: str, own: dict[str, Any], scratch: Path) -> Engi
 
 def write_models_of(name: str, scratch: Path) -> None:
     """Those that are no files of this project."""
-    if name == "tiny":
-        write_models(scratch / "tiny")
+    if name in TINY:
+        write_models(scratch / "tiny", TINY[name])
     if name == "int4":
         shutil.copytree(SHAPES / "llama-3.1-8b", scratch / "llama-3.1-8b-gptq")
         config = scratch / "llama-3.1-8b-gptq" / "config.json"

@@ -205,6 +205,7 @@ class SchedulerSettings(Struct, frozen=True):
     schedule_policy: str = "fcfs"  # or lpm
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
     windows_with_prompts: bool = False  # they share steps
+    deterministic: bool = False  # see `ModelSettings`
 
 
 class RecoverySettings(Struct, frozen=True):

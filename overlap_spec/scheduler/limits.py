@@ -56,6 +56,8 @@ class Limits:
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
         self.extensions = ready.extensions
         self.state_chunk = ready.state_chunk  # prompts are cut at its multiples; 0: anywhere, no layer recurs
+        # Output is computed again as windows compute it, and prompts are cut nowhere else.
+        self.drawn_apart = settings.deterministic and self.state_chunk > 0
         self.num_snapshots, self.snapshot_bytes = ready.num_snapshots, ready.snapshot_bytes
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
@@ -108,7 +110,14 @@ class Limits:
         """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""
         if settings.chunk_tokens == -1:
             return max(ready.chunk_tokens, ready.max_len)
-        return min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)
+        most = min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)
+        if self.drawn_apart and most < min(self.state_chunk, self.max_len):
+            raise ConfigError(
+                "chunked_prefill_size",
+                f"{most}: with --enable-deterministic-inference prompts of this model are cut at multiples of"
+                f" {self.state_chunk}",
+            )
+        return most
 
 
 def ahead_tokens(costs: PrefillCosts) -> int:

@@ -26,6 +26,7 @@ from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width import BatchWidths
 
 MOST_PASSED = 1  # steps in a row that begin with another prompt than the oldest
+MOST_DRAWN = 512  # tokens of output that a step computes again, where layers take them one after another
 
 
 class PromptTurns:
@@ -158,6 +159,9 @@ class Planner:
             begins = request.planned_len == request.cached_len
             if begins:
                 self._queues.memory.match_again(request)
+            drawn = self._is_drawn(request)
+            if drawn and chunks:
+                continue
             end = self._chunk_end(request, room, alone=not chunks)
             if end == request.planned_len:
                 break
@@ -167,7 +171,7 @@ class Planner:
             rows.append((request, end))
             if begins:
                 begun.append(request)
-            if end < request.target and end not in request.cuts:
+            if drawn or (end < request.target and end not in request.cuts):
                 break
         width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks))
         pages = {request.slot: list(request.pages) for request in begun}
@@ -189,17 +193,25 @@ class Planner:
 
     def _chunk_end(self, request: Request, room: ChunkRoom, alone: bool) -> int:
         """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the room ends."""
-        left = request.target - request.planned_len
-        most = room.fitting(request.planned_len, left, request.before_out, request.out_bytes)
-        end = request.planned_len + (max(most, 1) if alone else most)
+        apart = self.limits.drawn_apart and not self._is_drawn(request)
+        target = min(request.target, request.prompt_len) if apart else request.target
+        unit = self.limits.state_chunk if apart else self.limits.page_size
+        most = room.fitting(request.planned_len, target - request.planned_len, request.before_out, request.out_bytes)
+        if self._is_drawn(request):
+            most = min(most, MOST_DRAWN)
+        end = request.planned_len + (max(most, unit if apart else 1) if alone else most)
         if (cut := self._queues.memory.states.cut(request, end)) < end:
             return cut
-        if end >= request.target:
-            return request.target
-        aligned = end - end % self.limits.page_size
+        if end >= target:
+            return target
+        aligned = end - end % unit
         if aligned > request.planned_len:
             return aligned
         return end if alone else request.planned_len
+
+    def _is_drawn(self, request: Request) -> bool:
+        """Whether what is to be planned of it is output, which is computed apart."""
+        return self.limits.drawn_apart and request.planned_len >= request.prompt_len
 
     def _chunk(self, request: Request, end: int) -> ChunkWork:
         start, completes = request.planned_len, end == request.target
@@ -217,7 +229,8 @@ class Planner:
         next_token = -1 if completes else request.tokens[end]
         packed = request.tokens[start:end].tobytes()
         rows_out, snapshot = request.rows_out(start, end), states.take(request, end)
-        return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot)
+        drawn = self.limits.drawn_apart and start >= request.prompt_len
+        return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot, drawn)
 
     # --- decode ---------------------------------------------------------------------------------------------
 

@@ -288,6 +288,8 @@ class RequestPages:
     def match(self, request: Request) -> Match:
         """Find the cached prefix; at least one token is left to compute the next one from."""
         most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
+        if self._limits.drawn_apart:
+            most = min(most, request.prompt_len)
         request.matched_version = self.cache.version
         return self.states.limited(self._match(request, max(0, most) // self._limits.page_size))
 
@@ -384,7 +386,10 @@ class RequestPages:
     def _num_valid(self, request: Request) -> int:
         """Pages whose KV is final, and whose key is known."""
         unknown = max(0, self._limits.key_lookahead - 1)  # rows that depend on more than the token after them
-        return max(0, request.valid_len - unknown) // self._limits.page_size
+        valid = request.valid_len - unknown
+        if self._limits.drawn_apart:  # as every prompt that begins so computes them
+            valid = min(valid, request.prompt_len) // self._limits.state_chunk * self._limits.state_chunk
+        return max(0, valid) // self._limits.page_size
 
     def _take(self, count: int, salt: str = "") -> list[int]:
         short = count - len(self.pool.free)

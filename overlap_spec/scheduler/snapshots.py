@@ -130,7 +130,7 @@ class SnapshotStates:
             request.restored = match.node.snapshot
             self.cache.hold(request.restored)
         request.snapped_at = request.cached_len
-        last = request.target - max(1, self._limits.key_lookahead)
+        last = self._prompt_end(request) - max(1, self._limits.key_lookahead)
         cuts = {self._whole(match.cut_at * self._limits.page_size), self._whole(last)}
         request.cuts = tuple(sorted(cut for cut in cuts if cut > request.cached_len))
 
@@ -160,7 +160,7 @@ class SnapshotStates:
         return snapshot
 
     def take(self, request: Request, end: int) -> int:
-        if end != self._whole(end) or end >= request.target:
+        if end != self._whole(end) or end >= request.target or end > self._prompt_end(request):
             return NONE
         if end not in request.cuts and end - request.snapped_at < self._interval:
             return NONE
@@ -179,6 +179,9 @@ class SnapshotStates:
             snapshot_lookups_total=self.num_begun,
             snapshot_hits_total=self.num_restored,
         )
+
+    def _prompt_end(self, request: Request) -> int:
+        return min(request.target, request.prompt_len) if self._limits.drawn_apart else request.target
 
     def _let_go(self, request: Request) -> None:
         if request.restored != NONE:

@@ -107,7 +107,7 @@ def captured_shape(num_rows: int, chunks: int, max_rows: int, reads_last: bool) 
 def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, one more for the rows that are left over, and what is read of them fit."""
     fits = exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows
-    return fits and (exact.reads_last or not shape.reads_last)
+    return fits and (exact.reads_last or not shape.reads_last) and not exact.are_drawn
 
 
 def two_part_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, most_rows: int) -> TwoPartSizes:

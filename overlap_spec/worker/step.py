@@ -28,6 +28,7 @@ class PromptShape:
     max_rows: int
     places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
     reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
+    are_drawn: bool = False  # of one chunk, whose tokens are computed as windows are
 
     @property
     def sizes(self) -> tuple[int, ...]:

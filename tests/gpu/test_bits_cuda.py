@@ -11,9 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.bitwise import Load, assert_bits_of_alone, bitwise_requests, run_bitwise_schedule
+from support.bitwise import (
+    Load,
+    assert_bits_of_alone,
+    bitwise_requests,
+    preempting,
+    run_bitwise_schedule,
+    turns_of,
+)
 from support.installed import needs_feature
 from support.ring import RingConfig, tiny_loaded
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.quantized import FAMILIES_IN_FORMATS
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.frontend.codec import TextCodec
@@ -78,6 +87,47 @@ def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_weights_of_few_bits(codec: TextCodec, quantization: str) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=f"llama in {quantization}"))
+
+
+STATES: dict[str, Any] = {"deterministic": True, "num_snapshots": 6, "page_size": 16}
+WIDE = {"hidden": 64, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+WHOLE = {"hidden": 128, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+FEW_BITS = {  # with sizes of whole blocks
+    "qwen3 next in fp8": (
+        "qwen3 next",
+        "fp8 by block",
+        {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    ),
+    "qwen3.5 in int4": ("qwen3.5", "awq", {"intermediate_size": 128}),
+}
+RECURRING = ("qwen3 next", "qwen3.5", "granite 4", "granite 4 moe", "wide heads and states", *FEW_BITS)
+OF_STATES = {
+    "plain, in graphs": replace(BATCH, num_steps=0, chunk_tokens=128, **GRAPHS),
+    "EAGLE-3, in graphs": replace(BATCH, chunk_tokens=64, widths_seed=1, **GRAPHS),
+    "n-grams": replace(BATCH, method="NGRAM of chains", chunk_tokens=200),
+    "EAGLE-3, few slots": replace(BATCH, depth=1, num_slots=3, chunk_tokens=70),
+}
+
+
+@pytest.fixture(params=RECURRING)
+def recurring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.setitem(TINY_FAMILIES, "wide heads and states", TINY_FAMILIES["qwen3 next"] | WIDE)
+    for name, (family, kind, sizes) in FEW_BITS.items():
+        monkeypatch.setitem(FAMILIES_IN_FORMATS, name, (family, kind, WHOLE | sizes))
+    return partial(load, family=request.param)
+
+
+def test_layers_that_recur(codec: TextCodec, recurring: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The youngest is preempted again and again: its output is computed as windows computed it."""
+    monkeypatch.setattr(*preempting(5))
+    assert_bits_of_alone(REQUESTS, OF_STATES, codec, recurring, **(ENGINE | STATES))
+
+
+def test_turns_of_layers_that_recur(codec: TextCodec, recurring: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*preempting(3))
+    config = replace(BATCH, num_slots=2, num_pages=200, chunk_tokens=64)
+    cached = turns_of(config, codec, recurring, (150, 30), ENGINE | STATES)
+    assert cached == [0, 128, 128, 192, 192, 256], cached
 
 
 @pytest.mark.parametrize("graphs", [False, True])

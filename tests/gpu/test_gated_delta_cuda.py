@@ -161,6 +161,39 @@ def test_windows_have_the_bits_of_single_tokens(sizes: Sizes, captured: bool) ->
         at += accepted + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_output_that_is_computed_again_has_the_bits_of_windows(sizes: Sizes, dtype: torch.dtype) -> None:
+    """Of any number of rows, by the windows' binary, beside which 24 other requests decoded then."""
+    weights, count = sizes.weights(), 100
+    weights, text = weights._replace(conv=weights.conv.to(dtype)), sizes.rows(8, count).to(dtype)
+    plain, again, many = (_in_type(sizes.state(), dtype) for _ in range(3))
+    for state in (plain, again, many):
+        gated_delta(state, weights, placed(text[:7], [0], [3], are_prompts=True))
+    expected = [gated_delta(plain, weights, placed(text[at : at + 1], [at], [3])) for at in range(7, count)]
+    crowd = [
+        gated_delta(
+            many,
+            weights,
+            placed(torch.cat((text[at : at + 1].expand(70, -1), text[at : at + 1])), [at] * 71, [1] * 70 + [3]),
+        )[-1:]
+        for at in range(7, count)
+    ]
+    found = []
+    with compilations() as compiled:
+        for begin, end in ((7, 20), (20, count)):
+            rows = placed(text[begin:end].contiguous(), [begin], [3], are_prompts=True)
+            found.append(gated_delta(again, weights, rows._replace(are_drawn=True)))
+    assert "_recur_kernel" not in compiled
+    assert torch.equal(torch.cat(crowd), torch.cat(expected)), "windows of many requests"
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    gated_delta(plain, weights, placed(text[:1], [count], [3]))
+    assert torch.equal(plain.memory[3], again.memory[3]) and torch.equal(plain.inputs[3], again.inputs[3])
+
+
+def _in_type(state: DeltaState, dtype: torch.dtype) -> DeltaState:
+    return state._replace(inputs=state.inputs.to(dtype), window=state.window.to(dtype))
+
+
 def test_plain_and_drafted_steps_run_one_binary(sizes: Sizes) -> None:
     weights, state = sizes.weights(), sizes.state()
     gated_delta(state, weights, placed(sizes.rows(2, 5), [0], [3], are_prompts=True))

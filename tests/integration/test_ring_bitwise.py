@@ -17,7 +17,9 @@ from support.bitwise import (
     assert_bits_of_alone,
     assert_same_bits,
     bitwise_requests,
+    preempting,
     run_bitwise_schedule,
+    turns_of,
 )
 from support.installed import needs_feature
 from support.ring import Answer, RingConfig, tiny_loaded
@@ -26,6 +28,7 @@ from support.tiny.grouped import GROUPED, grouped_kernel, grouped_kernel_of_avx2
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
+from overlap_spec.models.layers import gated_delta
 from overlap_spec.models.quantization.grouped import by_kernel
 from overlap_spec.worker.startup.geometry import LoadedModels
 
@@ -119,6 +122,51 @@ def test_random_schedules_in_float32_with_the_flag(codec: TextCodec, rounds: ran
         kind = {"method": "NGRAM"} if seed % 3 == 2 else {"topk": 2} if seed % 3 == 1 else {}
         seen += run_bitwise_schedule(seed, codec, load_dense, dtype=torch.float32, **kind)
     assert seen["finished"] and seen["accepted"], seen
+
+
+RECURRING = ("qwen3.5", "qwen3 next", "granite 4", "granite 4 moe")
+SHORT = 4  # positions of a chunk, so that prompts have several
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("family", RECURRING)
+def test_layers_that_recur_in_random_schedules(
+    codec: TextCodec, family: str, rounds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(*preempting(7))
+    seen: Counter[str] = Counter()
+    for seed in rounds:
+        states = {"state_chunk": SHORT, "num_snapshots": 1 + seed % 5, "snapshot_interval": SHORT * (1 + seed % 3)}
+        method = ("NGRAM of chains", "STANDALONE", "EAGLE3")[seed % 3]
+        kind = {"method": method, "deterministic": True, "dtype": torch.float32}
+        seen += run_bitwise_schedule(seed, codec, partial(load_dense, family=family), **states, **kind)
+    assert seen["finished"] and seen["preemptions"], seen
+    assert len(rounds) < 10 or all(seen[what] for what in ("accepted", "chunk_splits", "prefix_hit_tokens")), seen
+
+
+ONE = [RECURRING[2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECURRING[:2])]
+STATES = {"deterministic": True, "dtype": torch.float32, "state_chunk": SHORT, "num_snapshots": 8}
+
+
+@pytest.mark.parametrize("family", ONE)
+def test_output_is_computed_again_as_it_was(codec: TextCodec, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a preemption, of which there are many; prompts are cut where there is room."""
+    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(*preempting(3))
+    ways = {"n-grams": replace(BATCH, method="NGRAM of chains", num_slots=4, page_size=1, chunks_seed=3)}
+    assert_bits_of_alone(REQUESTS[:8], ways, codec, partial(load_dense, family=family), **STATES)
+
+
+@pytest.mark.parametrize("family", ONE)
+def test_turns_of_layers_that_recur(codec: TextCodec, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request has said is a prompt's in the next turn, and is cached as that alone."""
+    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(*preempting(3))
+    config = replace(BATCH, num_slots=3, page_size=SHORT, chunk_tokens=16)
+    cached = turns_of(config, codec, partial(load_dense, family=family), (18, 7), STATES)
+    assert cached == [0, 16, 16, 48, 48, 76]
 
 
 def replace_tokens(sampling: SamplingParams, most: int) -> SamplingParams:

@@ -1,6 +1,7 @@
 """Answers to the last bit of their log-probs: plain decoding of each request alone, from an empty cache."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import FinishKind, LogProbParams, SamplingParams
+from overlap_spec.scheduler.planner import Planner
 from overlap_spec.worker.startup.geometry import LoadedModels
 from support.random_schedules import Request, random_config, random_requests, run_requests, with_room
 from support.ring import Answer, RingConfig, running
@@ -83,6 +85,48 @@ def assert_bits_of_alone(
     for way, config in ways.items():
         for index, answer in enumerate(answers_of(requests, replace(config, **engine), codec, load)):
             assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+def preempting(every: int) -> tuple[type[Planner], str, Callable[..., object]]:
+    """For `monkeypatch.setattr`: the youngest request is preempted before each such decode step."""
+    decode, steps = Planner._decode, itertools.count(1)
+
+    def after_preempting(planner: Planner, narrowing: int = 0) -> object:
+        running = planner._queues.running
+        if next(steps) % every == 0 and len(running) > 1:
+            planner._preempt(running[-1])
+        return decode(planner, narrowing)
+
+    return Planner, "_decode", after_preempting
+
+
+def turns_of(
+    config: RingConfig, codec: TextCodec, load: Load, sizes: tuple[int, int], engine: Mapping[str, object]
+) -> list[int]:
+    """Turns of a conversation, each asked twice, then all of them at once, have the bits of each turn alone.
+
+    `sizes`: tokens of the first prompt, and of what each later one adds to the answer before it. Returns how many
+    tokens of those that were asked one after another were cached.
+    """
+    first, more = sizes
+    text, sampling = [(7 * i) % 100 + 10 for i in range(first)], bitwise_requests(2, 0, 24)[1][1]
+    asked: list[Asked] = []
+    expected: list[Answer] = []
+    config = replace(config, **engine)
+    for turn in range(3):
+        asked.append((text, sampling))
+        expected += alone(asked[-1:], codec, load, **engine)
+        text = [*text, *expected[-1].token_ids, *[(11 * i + turn) % 100 + 10 for i in range(more)]]
+
+    async def main() -> list[Answer]:
+        async with running(load(config), config, codec) as ring:
+            after = [await ring.ask(*request) for request in asked for _ in range(2)]
+            return after + list(await asyncio.gather(*(ring.ask(*request) for request in asked)))
+
+    found = asyncio.run(main())
+    for index, (answer, turn) in enumerate(zip(found, (0, 0, 1, 1, 2, 2, 0, 1, 2), strict=True)):
+        assert_same_bits(answer, expected[turn], f"turn {turn}, answer {index}")
+    return [answer.usage.cached_tokens for answer in found[:6]]
 
 
 class BitwiseOracle:

@@ -340,6 +340,7 @@ class Bench:
             options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
             max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
             windows_with_prompts=options.pop("windows_with_prompts", False),
+            deterministic=options.pop("deterministic", False),
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         trace = options.pop("trace", NO_TRACE)

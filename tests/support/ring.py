@@ -175,6 +175,7 @@ class RingConfig:
     num_snapshots: int = 0  # of recurrent states
     state_chunk: int | None = None  # at whose multiples these are taken; None: at the layers' own
     snapshot_interval: int = 256  # tokens between two of a prompt
+    deterministic: bool = False  # what the scheduler is told
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -249,7 +250,9 @@ class Ring:
             for rank, (executor, queue, results) in enumerate(zip(self.executors, queues, self.results, strict=True))
         ]
         settings = SchedulerSettings(
-            config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
+            *(config.num_slots, config.depth, config.chunk_tokens, 0),
+            schedule_policy=config.schedule_policy,
+            deterministic=config.deterministic,
         )
         cache = CacheSettings(
             config.page_size, None, 0.9, config.prefix_cache, snapshot_interval=config.snapshot_interval

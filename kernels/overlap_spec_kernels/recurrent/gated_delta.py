@@ -13,6 +13,7 @@ token comes from:
 
 The last rows that are convolved stay in registers, and the next one is loaded while a token is computed. Columns read
 the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
+Output that is computed again is such a sequence, too: of any length, and all of it is in the state that is kept.
 
 **A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`).
 
@@ -88,6 +89,7 @@ class DeltaRows(NamedTuple):
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
     longest: int = 0  # rows that a prompt has at most
     gates: Tensor | None = None  # [T, G n] of windows, from a linear of their own
+    are_drawn: bool = False  # with `row_starts`, of one request: token by token, as a window
 
 
 def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
@@ -99,10 +101,12 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     channels, kernel = weights.conv.shape
     gates, projected = weights.num_gates, _aligned(rows.projected)
     size, batch, is_window = channels + gates * num_heads, len(rows.slots), rows.row_starts is None
+    by_token = is_window or rows.are_drawn
+    require(batch == 1 or not rows.are_drawn, "slots", "one request, whose rows were drawn")
     columns = size + num_heads * value_dim - (0 if rows.gates is None else gates * num_heads)
     require(projected.shape[1] == columns, "projected", f"[T, {columns}]")
     if rows.gates is not None:
-        fits = is_window and rows.gates.shape == (len(projected), gates * num_heads) and rows.gates.is_contiguous()
+        fits = by_token and rows.gates.shape == (len(projected), gates * num_heads) and rows.gates.is_contiguous()
         require(fits, "gates", "[T, G n] of windows, contiguous")
     of_gates = projected[:, channels:] if rows.gates is None else rows.gates
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
@@ -110,8 +114,8 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     require(state.inputs.shape[1:] == (kernel - 1, channels), "inputs", f"[S, {kernel - 1}, {channels}]")
     require(all(part.is_contiguous() for part in state), "state", "contiguous tensors")
     most = state.window.shape[1]
-    width = len(projected) // max(batch, 1) if is_window else 0
-    require(width <= most, "projected", f"up to {most} rows of a window")
+    width = len(projected) // max(batch, 1) if by_token else 0
+    require(width <= most or not is_window, "projected", f"up to {most} rows of a window")
     found = projected.new_empty(len(projected), num_heads * value_dim)
     if not batch:
         return found
@@ -119,12 +123,13 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     block, pdl = min(next_power_of_2(value_dim), _COLUMNS), dependent_launch(projected.device, len(projected))
     starts = rows.slots if rows.row_starts is None else rows.row_starts  # of windows it is not read
     places = (projected, rows.slots, rows.positions, starts, *state, counts)
-    if is_window:
+    if by_token:
         _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
             projected, of_gates, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness,
-            weights.offset, weights.bias, weights.skip, found, most, width, key_dim**-0.5, C=channels, K=kernel,
-            N=num_heads, M=weights.num_key_heads, DK=key_dim, DV=value_dim, BLOCK_K=next_power_of_2(key_dim),
-            BLOCK_V=block, G=gates, APART=rows.gates is not None, EPS=_EPS, num_warps=_WARPS, **pdl,
+            weights.offset, weights.bias, weights.skip, found, most, width, int(not is_window), key_dim**-0.5,
+            C=channels, K=kernel, N=num_heads, M=weights.num_key_heads, DK=key_dim, DV=value_dim,
+            BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, G=gates, APART=rows.gates is not None, EPS=_EPS,
+            num_warps=_WARPS, **pdl,
         )  # fmt: skip
     else:
         sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
@@ -267,16 +272,16 @@ def _mixed(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: tl.
     return _silu(total)
 
 
-@TritonKernel.with_options(do_not_specialize=_COUNTS)
+@TritonKernel.with_options(do_not_specialize=(*_COUNTS, "final"))
 def _recur_kernel(
     projected_ptr: tl.tensor, gates_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, bias_ptr: tl.tensor,
-    skip_ptr: tl.tensor, found_ptr: tl.tensor, most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    G: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    skip_ptr: tl.tensor, found_ptr: tl.tensor, most: int, width: int, final: int, scale: float, C: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, G: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per block of value columns, head and request. APART: gates have a tensor of their own."""
+    """One program per block of value columns, head and request. APART: as `gates`; `final` 1: no row is rejected."""
     R: tl.constexpr = C + G * N
     STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
     PITCH: tl.constexpr = G * N if APART else STRIDE  # of gates
@@ -287,7 +292,7 @@ def _recur_kernel(
     begin = (request * width).to(tl.int64)
     accepted = tl.load(positions_ptr + begin) - tl.load(position_ptr + slot)
     accepted = tl.minimum(tl.maximum(accepted, 0), most).to(tl.int32)
-    total = accepted + width
+    total, kept = accepted + width, accepted + final * width
     rows_ptr, gates_ptr = projected_ptr + begin * STRIDE, gates_ptr + begin * PITCH
     own_inputs, own_window = inputs_ptr + slot * (K - 1) * C, window_ptr + slot * most * R
     lane, value = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -322,15 +327,14 @@ def _recur_kernel(
     wait(PDL)
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
-    first = accepted * 0
+    first, last = accepted * 0, (G - 1) * N + head
     q3 = _new_row(rows_ptr, own_window, first, accepted, total, q_column, q_column, has_key, R, STRIDE)
     k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, k_column, has_key, R, STRIDE)
     v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, v_column, has_value, R, STRIDE)
     rate = _new_row(gates_ptr, own_window, first, accepted, total, C + head, head, head >= 0, R, PITCH)
-    last = (G - 1) * N + head
     step = _new_row(gates_ptr, own_window, first, accepted, total, C + last, last, head >= 0, R, PITCH)
     for token in range(0, total):
-        tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
+        tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == kept))
         after = token + 1
         next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, q_column, has_key, R, STRIDE)
         next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, k_column, has_key, R, STRIDE)
@@ -358,6 +362,7 @@ def _recur_kernel(
         k0, k1, k2, k3 = k1, k2, k3, next_k
         v0, v1, v2, v3 = v1, v2, v3, next_v
         rate, step = next_rate, next_step
+    tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (total == kept))
 
 
 @TritonKernel

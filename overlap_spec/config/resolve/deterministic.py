@@ -2,17 +2,20 @@
 
 The promise: a request's tokens and log-probs have the bits of the request alone, by plain decoding, whatever the batch,
 the window, the chunks of its prompt, and what was cached. It is kept by kernels whose sums have one order for any
-number of rows: on a CPU in float32, on a GPU in 16 bits. docs/correctness.md has the tests.
+number of rows: on a CPU in float32, on a GPU in 16 bits. Of layers that recur, a request's prompt decides which of its
+positions chunks compute, and which windows (`Limits.drawn_apart`). docs/correctness.md has the tests.
 """
 
 from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings
 from overlap_spec.errors import ConfigError
 
 FLAG = "enable_deterministic_inference"
+RECURRING = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")  # on a GPU in 16 bits alone: others are not tested there
 FAMILIES = {  # all of whose layers the kernels run, by device
-    "cpu": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3"),
-    "cuda": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"),
+    "cpu": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3", *RECURRING, "GraniteMoeHybrid"),
+    "cuda": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", *RECURRING),
 }
+TASKS = ("ForCausalLM", "ForConditionalGeneration")
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}
 FORMATS = ("fp8", "awq", "gptq")  # of weights in few bits, for which a GPU has a kernel of one order
 HEAD_UNIT, LARGEST_HEAD = 16, 256  # of the attention kernels
@@ -68,10 +71,15 @@ def _unkept_on_gpu(config: EngineConfig) -> dict[str, str | None]:
     }
 
 
+def named(families: tuple[str, ...]) -> set[str]:
+    """Their architectures."""
+    return {family + task for family in families for task in TASKS}
+
+
 def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
     values = files.config
     names = tuple(map(str, values.get("architectures") or ()))
-    if not {f"{family}ForCausalLM" for family in FAMILIES[device]}.intersection(names):
+    if not named(FAMILIES[device]).intersection(names):
         where, known = {"cpu": "", "cuda": " on a GPU"}[device], ", ".join(FAMILIES[device])
         raise ConfigError(
             FLAG, f"is{where} for models of {known}; {config.model_path} is {', '.join(names) or 'of no name'}"
@@ -81,6 +89,8 @@ def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
     if stored is not None and device == "cpu":
         why = "torch multiplies by such weights on a CPU; use a .gguf file"
         raise ConfigError(FLAG, f"{config.model_path} is quantised, and {why}")
+    if device == "cuda" and named(RECURRING).intersection(names) and (stored or config.quantization):
+        raise ConfigError(FLAG, f"is on a GPU for 16 bits of {', '.join(names)}, and these weights have fewer")
     if stored is not None and method not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(FLAG, f"{config.model_path} is quantised to {method}: on a GPU it is for {known} and 16 bits")

@@ -112,6 +112,7 @@ def resolve(
             keeps_width=keeps_width(spec, config) and not rules,
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=bool(spec.simulated_accept_lens),
+            deterministic=deterministic,
         ),
         server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),

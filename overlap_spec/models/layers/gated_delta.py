@@ -258,7 +258,13 @@ def run_prompts(shape: RecurrentShape, state: LayerState, projected: Tensor, row
         cut = 0
         while cut < end - begin:
             until = min(cut + CHUNK - (start + cut) % CHUNK, end - begin)
-            memory, out = shape.run_chunk(memory, tokens.at(slice(cut, until)))
+            if rows.state.are_drawn:
+                until = cut + 1
+                token = tokens.at(slice(cut, until))
+                memory = shape.advance(memory[None], token)[0]
+                out = shape.read(memory[None], token)
+            else:
+                memory, out = shape.run_chunk(memory, tokens.at(slice(cut, until)))
             found[begin + cut : begin + until] = out.flatten(1).to(found.dtype)
             cut = until
         state.memory[slot], state.inputs[slot] = memory, history[0, -(shape.kernel - 1) :]
@@ -280,7 +286,8 @@ def recurred(
     Shapes: projected [T, R + n dv], gates [T, g n] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
     """
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
-    if gates is not None and not (runs_triton(projected) and not rows.state.are_final):
+    by_token = rows.state.are_drawn or not rows.state.are_final
+    if gates is not None and not (runs_triton(projected) and by_token):
         mixed, gate = projected.split((shape.conv_dim, shape.num_values), dim=1)
         projected, gates = torch.cat((mixed, gates, gate), dim=1), None
     if runs_triton(projected):
@@ -294,7 +301,7 @@ def recurred(
         )
         starts = rows.row_starts if rows.state.are_final else None
         places = (rows.state.slots, rows.positions, starts, rows.max_rows)
-        found = gated_delta(kept, weights, DeltaRows(projected, *places, gates=gates))
+        found = gated_delta(kept, weights, DeltaRows(projected, *places, gates=gates, are_drawn=rows.state.are_drawn))
     else:
         columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
         found = shape.norm(recur(shape, state, columns, rows), gate)

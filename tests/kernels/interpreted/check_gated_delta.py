@@ -124,6 +124,29 @@ def test_windows_have_the_bits_of_single_tokens(gates: int) -> None:
     assert int(plain.position[0]) == int(drafted.position[2]) == 19
 
 
+@EACH
+@BOTH
+@pytest.mark.parametrize("gates_apart", [False, True])
+def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates_apart: bool) -> None:
+    """In one chunk or in two; windows go on from it."""
+    weights, text = some_weights(gates), rows_of(8, 20, gates)
+    plain, again = some_state(gates), some_state(gates)
+    for state, slot in ((plain, 0), (again, 2)):
+        gated_delta(state, weights, prompts(text[:7], [0], [7], [slot]))
+    expected = [gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(7, 20)]
+    found = []
+    for begin, end in ((7, 13), (13, 18)):
+        rows = prompts(text[begin:end], [begin], [end - begin], [2])
+        if gates_apart:
+            own = apart(windows(text[begin:end], [begin], [2]), gates)
+            rows = rows._replace(projected=own.projected, gates=own.gates)
+        found.append(gated_delta(again, weights, rows._replace(are_drawn=True)))
+        assert int(again.position[2]) == end
+    found += [gated_delta(again, weights, windows(text[at : at + 1], [at], [2])) for at in (18, 19)]
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    assert torch.equal(plain.memory[0], again.memory[2]) and torch.equal(plain.inputs[0], again.inputs[2])
+
+
 @BOTH
 @pytest.mark.slow
 def test_windows_are_those_of_a_cpu(gates: int) -> None:

@@ -28,6 +28,7 @@ from support.soak.faults import ALONE, PAIR, RECOVERED_S
 from support.soak.measure import Sample, growing, row_of
 from support.soak.run import METHODS, method_flags
 from support.soak.seeded import Asked, EndedEarly, Sender, alike, asked, for_plain
+from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
@@ -81,9 +82,9 @@ def death_run(
     return {"device": device, "dtype": "float32", "ranks": ranks, **totals(rows), "rounds": rows}
 
 
-def write_models(directory: Path) -> Path:
+def write_models(directory: Path, family: str = "llama") -> Path:
     """A target with a tokenizer, and its EAGLE-3 head in `head/`."""
-    target = tiny_target(seed=1, max_position_embeddings=CONTEXT)
+    target = tiny_target(seed=1, max_position_embeddings=CONTEXT, **TINY_FAMILIES[family])
     directory.mkdir()
     write_checkpoint(directory, target)
     write_tokenizer(directory, minds_special=True)

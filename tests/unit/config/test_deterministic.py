@@ -49,6 +49,21 @@ def test_a_gpu_keeps_it_in_16_bits() -> None:
     assert not resolve(EngineConfig(), FILES, GPU)[0].attention.target_in_order
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+def test_layers_that_recur_keep_it(machine: Machine) -> None:
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
+        settings = settle(machine, {"architectures": [name]}, speculative_algorithm="NGRAM")
+        assert settings.model.deterministic and settings.scheduler.deterministic, name
+    assert settle(changed={"architectures": ["GraniteMoeHybridForCausalLM"]}, speculative_algorithm="NGRAM")
+
+
+def test_weights_of_few_bits_of_layers_that_recur_are_refused_on_a_gpu() -> None:
+    changed = {"architectures": ["Qwen3NextForCausalLM"]}
+    for other, asked in (({"quantization_config": {"quant_method": "fp8"}}, {}), ({}, {"quantization": "fp8"})):
+        with pytest.raises(ConfigError, match="is on a GPU for 16 bits of Qwen3NextForCausalLM"):
+            settle(GPU, changed=changed | other, speculative_algorithm="NGRAM", **asked)
+
+
 @pytest.mark.parametrize(
     ("flag", "asked"),
     [
@@ -110,7 +125,6 @@ def test_flags_that_cannot_go_with_it_are_named(flag: str, asked: dict[str, Any]
     [
         ({"architectures": ["GptOssForCausalLM"]}, "is for models of Llama, .*GptOssForCausalLM"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "is for models of Llama, .*Qwen3MoeForCausalLM"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "is for models of Llama, .*Qwen3NextForCausalLM"),
         ({"architectures": []}, "is for models of Llama, .* of no name"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
         ({"head_dim": 72}, "multiple of 16 up to 256, and this model's have 72"),
@@ -126,6 +140,7 @@ def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: s
     ("changed", "said"),
     [
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "is on a GPU for models of Llama, .*Qwen3MoeForCausalLM"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "is on a GPU for models of Llama, .*GraniteMoeHybrid"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma3ForCausalLM"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised to mxfp4: on a GPU it is for fp8, awq"),
     ],

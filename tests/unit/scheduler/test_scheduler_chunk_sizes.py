@@ -9,6 +9,7 @@ from support.fake_device import Bench, make_admit, make_ready
 from support.installed import needs_feature
 from support.plans import parts_of
 
+from overlap_spec.errors import ConfigError
 from overlap_spec.messages import LogProbParams, Phase, PrefillCosts, TwoPartSizes
 from overlap_spec.scheduler.limits import (
     AHEAD_TOKENS,
@@ -395,3 +396,11 @@ def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
     rows = [sum(work.rows_out[1] - work.rows_out[0] for work in step) for step in works]
     most = MOST_OUT_BYTES // WIDEST
     assert sum(rows) == 4 * 499 and most - 4 < max(rows) <= most and len(works) == 3, "the first has a step alone"
+
+
+def test_a_step_of_a_deterministic_engine_holds_a_chunk_of_layers_that_recur():
+    """Prompts are cut nowhere else."""
+    assert Bench(make_ready(chunk_tokens=64, state_chunk=64), deterministic=True).scheduler.limits.drawn_apart
+    with pytest.raises(ConfigError, match="--chunked-prefill-size: 63: .* at multiples of 64"):
+        Bench(make_ready(chunk_tokens=63, state_chunk=64), deterministic=True)
+    assert not Bench(make_ready(chunk_tokens=63), deterministic=True).scheduler.limits.drawn_apart

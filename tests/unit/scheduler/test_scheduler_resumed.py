@@ -1,6 +1,7 @@
 """Requests that another scheduler had begun, which is gone: they go on at the next token."""
 
 import random
+from collections import Counter
 
 import pytest
 from msgspec.structs import replace
@@ -44,6 +45,30 @@ def test_resumed_requests_share_what_their_salts_do() -> None:
         bench.finish_all()
     assert found[:2] == [0, 0] and found[2] == found[3] >= 48
     bench.check_drained()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_output_is_computed_again_in_steps_of_its_own(beside: bool) -> None:
+    """Of a deterministic engine whose layers recur; prompts are cut at multiples of their chunks."""
+    ready = make_ready(state_chunk=8, num_snapshots=4, chunk_tokens=20)
+    bench = Bench(ready, 2, 0, deterministic=True, windows_with_prompts=beside, chunks_seed=3)
+    for uid, (num_prompt, num_output) in enumerate([(13, 30), (21, 0), (5, 40), (9, 7), (40, 3), (30, 0)], start=1):
+        resumed = Resumed(pack_ids(range(50, 50 + num_output)), 0, 0) if num_output else None
+        bench.admit(replace(make_admit(uid, list(range(num_prompt)), 44), resumed=resumed))
+        if bench.plans:
+            bench.run_device()
+    bench.finish_all()
+    bench.check_drained()
+    lengths, drawn = dict[int, int](), Counter[int]()
+    for plan in bench.all_plans:
+        lengths |= {slot: reset.output_from for slot, reset in plan.resets.items()}
+        assert len(plan.chunks) == 1 or not any(chunk.drawn for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            length, end = lengths[chunk.slot], chunk.start + len(chunk.tokens) // 4
+            assert chunk.drawn == (chunk.start >= length), "output and prompt in one chunk"
+            assert chunk.drawn or end == length or end % 8 == 0, "a prompt is cut elsewhere"
+            drawn[length] += (end - chunk.start) * chunk.drawn
+    assert drawn == {13: 30, 21: 0, 5: 40, 9: 7, 40: 3, 30: 0}
 
 
 @pytest.mark.slow_but_every(2)

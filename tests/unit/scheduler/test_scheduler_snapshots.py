@@ -17,13 +17,21 @@ PAGE, CHUNK = 2, 4
 class Scene:
     """Pages of 2 tokens and snapshots at multiples of 4; prompts are letters."""
 
-    def __init__(self, num_snapshots: int = 4, num_pages: int = 60, lookahead: int = 0, interval: int = 100) -> None:
+    def __init__(
+        self,
+        num_snapshots: int = 4,
+        num_pages: int = 60,
+        lookahead: int = 0,
+        interval: int = 100,
+        drawn_apart: bool = False,
+    ) -> None:
         pool = PagePool(num_pages)
         self.cache = SnapshotCache(pool, PAGE, lookahead, num_snapshots=num_snapshots)
         self.limits: Any = SimpleNamespace(
             num_pages=num_pages,
             page_size=PAGE,
             state_chunk=CHUNK,
+            drawn_apart=drawn_apart,
             key_lookahead=lookahead,
             num_snapshots=num_snapshots,
             width=1,
@@ -32,11 +40,12 @@ class Scene:
         self.states = SnapshotStates(self.cache, self.limits, interval)
         self.memory = RequestPages(pool, self.cache, self.limits, self.states)
 
-    def placed(self, prompt: str, salt: str = "", public_len: int = 0) -> Request:
+    def placed(self, prompt: str, salt: str = "", public_len: int = 0, output: str = "") -> Request:
         tokens = array("i", map(ord, prompt)).tobytes()
         sampling = SamplingParams(max_new_tokens=4, seed=0)
         admit = Admit(1, tokens, sampling, (), 0.0, salt=salt, public_len=public_len)
         request = Request(admit, self.cache.root)
+        request.tokens.extend(map(ord, output))
         self.memory.place(request, self.memory.match(request))
         return request
 
@@ -101,6 +110,19 @@ def test_a_third_prompt_finds_a_snapshot_where_the_second_left_the_first() -> No
     assert scene.run(second) == [4, 8]
     scene.memory.release(second)
     assert scene.served("abcdefyyyy") == 4
+
+
+def test_what_a_request_has_said_leaves_nothing_and_finds_nothing_where_it_is_computed_apart() -> None:
+    """It was preempted. As a part of another's prompt it is cached."""
+    scene = Scene(num_snapshots=8, interval=CHUNK, drawn_apart=True)
+    spoken = scene.placed("abcdefghij", output="klmnopqrstuvw")
+    assert scene.run(spoken, [4, 8, 10, 12, 16, 20]) == [4, 8]
+    scene.memory.release(spoken)
+    assert scene.cache.num_pages == 4
+    assert scene.served("abcdefghijklmnopqrstuvw") == 8 and scene.served("abcdefghijklmnopqrstuvw") == 20
+    again = scene.placed("abcdefghij", output="klmnopqrstuvw")
+    assert again.cached_len == 8 and scene.run(again, [10, 12, 16]) == []
+    assert scene.placed("abcdefgh", output="ijklmnopq").cached_len == 8
 
 
 def test_the_snapshot_used_longest_ago_is_evicted() -> None:
