@@ -91,7 +91,7 @@ def _raise(name: str) -> None:
 
 
 def chat_answers(command: list[str]) -> str:
-    """README's question to the default model: words come."""
+    """README's question to the default model, and a short answer: words come."""
     answer = run(command).strip()
     check(len(answer.split()) >= 5, f"not an answer: {answer!r}")
     return f"{len(answer.split())} words: {answer[:60]!r} .."
@@ -220,7 +220,7 @@ def main(chat_command: str) -> int:
     checks: dict[str, Callable[[], str]] = {
         "environment": environment_is_clean,
         "imports": every_module_imports,
-        "chat": lambda: chat_answers(shlex.split(chat_command)),
+        "chat": lambda: chat_answers([*shlex.split(chat_command), "--max-tokens", str(NUM_TOKENS)]),
         "serve": serve_streams,
         "bench latency": latency_is_measured,
         "bench methods": methods_are_measured,

@@ -1,5 +1,6 @@
 """Shared fixtures: the default model and its references, a tokenizer, where long runs leave their summaries."""
 
+import functools
 import gc
 import itertools
 import json
@@ -7,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,6 +48,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # workers share the cores
     # CUDA reads this as it starts: neither imports nor torch's count of devices (by NVML) start it.
     if visible := visible_to(worker, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+# Each client of httpx, and each call without one, would read all certificates, 30 ms: those of tests talk plain HTTP.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parent.parent

@@ -2,8 +2,8 @@
 
     python tests/deletion/run.py                     every folder
     python tests/deletion/run.py features/grammar    these
-    python tests/deletion/run.py --drawn 2           two that the tree chooses, so that they change with the code,
-                                                     with the tests of the rooms that features attach to
+    python tests/deletion/run.py --drawn 2           two that the tree chooses, so that they change with the code; the
+                                                     tests of the rooms that features attach to run without the first
     python tests/deletion/run.py --parts types answers    without the engine's tests
     python tests/deletion/run.py --jobs 25 --out tests/deletion/matrix.json    so many folders side by side
     python tests/deletion/run.py --jobs 7 --left --out FILE    folders and parts that are not in the file
@@ -423,10 +423,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no folder of features or entry points: {', '.join(sorted(unknown))}")
     tests = TESTS_OF_DRAWN if arguments.drawn else TESTS
     alone = arguments.jobs == 1
-    workers = arguments.workers or (2 if alone else 1)
+    workers = arguments.workers or (2 if alone or arguments.drawn else 1)
     settings = Settings(arguments.parts, tests, workers, arguments.limit, {} if alone else ONE_THREAD)
-    outcomes = []
-    writes = threading.Lock()
+    outcomes, writes = [], threading.Lock()
 
     def told(found: Outcome) -> None:
         with writes:
@@ -434,11 +433,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_summary(arguments.out, [found])
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
-        place = Path(directory)
-        whole = WholeTree(place, settings)
+        whole = WholeTree(place := Path(directory), settings)
         if "types" in settings.parts and not alone:
             pool.submit(whole.type_errors)  # for mypy's cache, while tests run
-        left = {name: parts_left(arguments.out if arguments.left else None, name, settings.parts) for name in chosen}
+        wanted = {name: [each for each in settings.parts if each != "tests" or not arguments.drawn] for name in chosen}
+        wanted[chosen[0]] = settings.parts
+        left = {name: parts_left(arguments.out if arguments.left else None, name, wanted[name]) for name in chosen}
         looks = [
             pool.submit(Look(name, place, whole, settings._replace(parts=parts)).outcome, told)
             for name, parts in left.items()

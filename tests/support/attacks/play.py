@@ -28,7 +28,7 @@ from support.command_line import Service
 LATER_S = 0.25  # a victim's wait beyond that beside an honest request
 QUIET_LATER_S = 0.02  # beyond --max-gap-ms, on a quiet GPU machine
 QUIET_GAP_S = 0.025  # --max-gap-ms of a GPU
-BASELINE_S = 1.5
+BASELINE_S = 1.0
 SETTLED_S = 10.0
 MOST_GROWN = 100 * MIB
 ENDED_S = 180.0  # for an attack to end by itself
