@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:
     tl = gl = ampere = hopper = cuda = barrier = None
 
-__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "let_next_begin", "of_16_bits", "tl", "wait", "wait_for_inputs"]
+__all__ = [
+    "ampere", "barrier", "cuda", "gl", "halves_added", "hopper", "let_next_begin", "of_16_bits", "tl", "wait",
+    "wait_for_inputs",
+]  # fmt: skip
 
 
 @TritonKernel
@@ -61,3 +64,11 @@ def of_16_bits(values: tl.tensor, dtype: tl.constexpr, COMPILED: tl.constexpr) -
             "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
         )
     return values
+
+
+@TritonKernel
+def halves_added(x: tl.tensor, LENGTH: tl.constexpr) -> tl.tensor:
+    """The second half of each run of values is added to its first, as lanes of a warp do. Shapes: [N] -> [N / 2]."""
+    RUNS: tl.constexpr = x.shape[0] // LENGTH
+    first, second = tl.split(tl.permute(tl.reshape(x, (RUNS, 2, LENGTH // 2)), (0, 2, 1)))
+    return tl.reshape(first + second, (RUNS * LENGTH // 2,))

@@ -95,7 +95,7 @@ def ops_of(weight: LinearOperand, dtype: torch.dtype) -> dict[str, tuple[Op, boo
         return found.values, found.normalised()
 
     def scaled(x: Tensor) -> Tensor:
-        squares = x.float().square().sum(1)[None].contiguous()
+        squares = x.float().square().unflatten(1, (-1, max(16, x.shape[1] // 256))).sum(2).t().contiguous()
         return weight.product(Normed(x, x, squares, 1e-5))
 
     return {

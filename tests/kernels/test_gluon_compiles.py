@@ -23,6 +23,7 @@ INTEGERS = {
 LINEAR = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
     "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256, "SIZE_K": 4096,
+    "IN_ORDER": False,
 }  # fmt: skip
 SMALL = LINEAR | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
 STREAMED: dict[str, dict[str, Any]] = {
@@ -33,7 +34,8 @@ STREAMED: dict[str, dict[str, Any]] = {
     "8B output, in one order": LINEAR | {"BLOCK_N": 32, "WARPS_K": 1, "WARPS_N": 2, "STAGES": 7},
     "8B gate, up, in one order": LINEAR
     | {"BLOCK_N": 32, "WARPS_K": 1, "WARPS_N": 2, "STAGES": 4, "GATED": True, "ROWS": 16},
-    "SmolLM2, in one order": SMALL | {"BLOCK_N": 32, "WARPS_N": 2, "GATED": True, "ROWS": 16},
+    "SmolLM2, in one order": SMALL | {"WARPS_K": 2, "GATED": True, "ROWS": 16, "SCALED": True, "IN_ORDER": True},
+    "SmolLM2 down, in one order": SMALL | {"WARPS_K": 2, "BLOCK_K": 128, "SIZE_K": 1536, "ADD": True, "IN_ORDER": True},
     "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
 }
 TILES = {

@@ -157,27 +157,38 @@ def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
     ("rows", "size_k", "told"),
     [
         (1, 768, {"BLOCK_K": 256, "STAGES": 5, "LATE": False}),
-        (16, 192, {"BLOCK_K": 64, "STAGES": 8, "LATE": True}),
-        (9, 256, {"BLOCK_K": 256, "STAGES": 4, "LATE": True}),
+        (16, 192, {"BLOCK_K": 64, "STAGES": 10, "LATE": True}),
+        (9, 256, {"BLOCK_K": 128, "STAGES": 12, "LATE": True}),
+        (33, 256, {"BLOCK_K": 128, "STAGES": 8, "LATE": True}),
         (9, 768, {"SPLITS": 1, "ADD": False}),
         (33, 512, {"SPLITS": 1, "STAGES": 6}),
     ],
 )
 def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any]) -> None:
-    """Of a weight whose rows have the same bits in any company no warp has a part of K, and no norm is fused."""
+    """Of a weight whose rows have the same bits in any company small ones have two sums of K and norms, large none."""
     size_n = 70 if told.get("LATE") else 280
     weight, x = drawn(size_n, size_k, dtype=BFLOAT, scale=size_k**-0.5), drawn(rows, size_k, dtype=BFLOAT)
     expected = product(x, weight)
     assert_close(fused_linear(x, OrderedWeight(weight)), expected, BFLOAT)
-    streamed = {} if "SPLITS" in told else {"WARPS_K": 1, "WARPS_N": 2, "BLOCK_N": 32, "ADD": False, "SCALED": False}
+    sums = 2 if told.get("LATE") else 1
+    small = {"WARPS_K": 2, "WARPS_N": 1, "BLOCK_N": 16} if sums == 2 else {"WARPS_K": 1, "WARPS_N": 2, "BLOCK_N": 32}
+    streamed = {} if "SPLITS" in told else small | {"ADD": False, "SCALED": False}
     assert_last(gpu, "tiles, whole K" if "SPLITS" in told else "ordered", told | streamed)
     torch.testing.assert_close(linear_logits(x, OrderedWeight(weight)).double(), expected, rtol=1e-5, atol=1e-5)
     gate, up = expected.chunk(2, dim=1)
     assert_close(fused_linear(x, OrderedWeight(weight), gated=True), F.silu(gate) * up, BFLOAT)
     constants = gpu.launches[-1].constants
-    assert constants.get("WARPS_K", 1) == constants.get("SPLITS", 1) == 1
+    assert constants.get("WARPS_K", 1) == sums and constants.get("SPLITS", 1) == 1
     assert torch.equal(linear_argmax(x, OrderedWeight(weight)), expected.argmax(1))
     assert gpu.launches[-2].constants["ARGMAX"], "the logits of a greedy step are not written"
+    residual, norm = drawn(rows, size_n, dtype=BFLOAT), Norm(drawn(size_n, dtype=BFLOAT, scale=0.1) + 1, 0.1)
+    added = linear_add(x, OrderedWeight(weight), residual, norm)
+    assert (added.squares is not None) == (sums == 2)
+    assert_close(added.normalised(), normalised(added.values, norm), BFLOAT)
+    of_x = Normed(x, x, x.float().square().unflatten(1, (-1, 16)).sum(2).t().contiguous(), 0.1)
+    ones = Norm(torch.ones(size_k, dtype=BFLOAT), 0.1)
+    assert_close(fused_linear(of_x, OrderedWeight(weight)), product(normalised(x, ones), weight), BFLOAT)
+    assert gpu.launches[-1].constants.get("IN_ORDER", False) == gpu.launches[-1].constants["SCALED"] == (sums == 2)
 
 
 # (experts of the row, inner columns, stages of the ring): it holds all columns, or is filled again

@@ -15,7 +15,11 @@ from overlap_spec_kernels.linear import ordered, ordered_quantized
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-LINEAR = {"SIZE_K": 256, "GATED": False, "SCALED": True, "BLOCK_N": 32, "BLOCK_K": 128, "GROUP": 8, "PDL": True}
+LINEAR = {
+    "SIZE_K": 256, "GATED": False, "SCALED": True, "NORMED": False, "ADD": False, "PIECES": False, "BLOCK_N": 32,
+    "BLOCK_K": 128, "GROUP": 8, "PDL": True,
+}  # fmt: skip
+PIECES = LINEAR | {"SCALED": False, "NORMED": True, "ADD": True, "PIECES": True, "BLOCK_K": 64}
 FEW_BITS = {
     "RUNS": 2, "PART": 128, "SCALE_ROWS": 1, "ZEROS": False, "ZERO_POINT": 8, "BIAS": 128, "GATED": False,
     "COMPILED": True, "BLOCK_N": 32, "PDL": True,
@@ -25,19 +29,21 @@ ATTENTION = {
     "FEW": 8, "BLOCK_N": 64, "BLOCK_D": 64, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+    "16 bits, pieces": (ordered._ordered_linear_kernel, PIECES, {}),
     "16 bits": (ordered._ordered_linear_kernel, LINEAR, {}),
-    "fp8": (ordered_quantized._ordered_quantized_kernel, FEW_BITS | {"BITS": 8, "GROUP": 0}, {"data_ptr": "*u8"}),
     "int4": (ordered_quantized._ordered_quantized_kernel, FEW_BITS | {"BITS": 4, "GROUP": 128}, {"data_ptr": "*u8"}),
-    "attention": (ordered_attention._ordered_attention_kernel, ATTENTION | {"EIGHT_BITS": False}, {}),
+    "fp8": (ordered_quantized._ordered_quantized_kernel, FEW_BITS | {"BITS": 8, "GROUP": 0}, {"data_ptr": "*u8"}),
     "attention, 8 bits": (
         ordered_attention._ordered_attention_kernel,
         ATTENTION | {"EIGHT_BITS": True},
         {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"},
     ),
+    "attention": (ordered_attention._ordered_attention_kernel, ATTENTION | {"EIGHT_BITS": False}, {}),
 }
 TYPES = {
     "scales_ptr": "*fp32", "zeros_ptr": "*fp32", "stats_ptr": "*fp32", "page_table_ptr": "*i32",
     "row_starts_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32", "v_scale": "fp32",
+    "squares_ptr": "*fp32", "sums_ptr": "*fp32", "eps": "fp32",
 }  # fmt: skip
 
 
@@ -63,6 +69,8 @@ def test_products_take_neighbouring_columns(name: str, rows: int) -> None:
     assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
     operands = re.findall(r"kWidth = (\d+)", assembly["ttgir"])
     assert set(operands) <= {"2"} and (rows > 16 or operands)
+    two_sums = re.search(r"arith.addf %\w+#0, %\w+#\d", assembly["ttir"])
+    assert (two_sums is not None) == ("pieces" in name), "two sums of K became one"
     assert ("wgmma" if rows > 16 else "mma.sync") in assembly["ptx"]
     fused = "fma" in assembly["ptx"].replace("wgmma", "")
     assert fused == ("attention" in name), "a product and a sum are rounded apart, but where the source has them as one"

@@ -6,6 +6,10 @@ A choice by the number of rows that is new, or gone, is seen here without a GPU.
 from pathlib import Path
 
 import pytest
+import torch
+from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.linear import ordered
+from overlap_spec_kernels.linear.call import Call
 from support.orders_of_sums import (
     BLAS,
     IN_ORDER,
@@ -59,10 +63,32 @@ def test_known_orders() -> None:
     assert orders[2:] == ["2 parts of 2048 columns, added in their order", IN_ORDER, BLAS]
 
 
+def test_many_rows_have_the_pieces_and_norms_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of small weights of more than 128 columns."""
+    seen: list[tuple[int, bool, bool]] = []
+
+    def noted(call: Call, piece: int) -> None:
+        seen.append((piece, call.squares is not None, call.residual is not None))
+
+    monkeypatch.setattr(ordered, "runs_triton", lambda _: True)
+    monkeypatch.setattr(ordered, "run_tiles", noted)
+    for size_k in (576, 1536, 128):
+        x, weight = (torch.empty(rows, size_k, dtype=torch.bfloat16, device="meta") for rows in (512, 576))
+        residual, norm = torch.empty(512, 576, dtype=x.dtype, device="meta"), Norm(weight.new_empty(576), 0.1)
+        operand, of_x = ordered.OrderedWeight(weight), Normed(x, x, torch.empty(36, 512, device="meta"), 0.1)
+        if size_k > 128:
+            operand.product(of_x)
+            operand.add(x, residual, norm)
+        else:
+            operand.product(x)
+    assert seen == [(32, True, False), (32, False, True), (64, True, False), (64, False, True), (0, False, False)]
+
+
 @pytest.mark.parametrize("linear", SHAPES["8B"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_with_the_flag_there_is_one_order(model: str, linear: str) -> None:
-    """For --enable-deterministic-inference the tiles follow the rows, and K is never divided."""
+    """For --enable-deterministic-inference the tiles follow the rows, and what K is divided into the weight."""
     shape = SHAPES[model][linear]
-    assert {order_with_the_flag(count, *shape) for count in (*COUNTS, 256, 1024, 8192)} == {IN_ORDER}
+    found = {order_with_the_flag(count, *shape) for count in (*COUNTS, 256, 1024, 8192)}
+    assert len(found) == 1 and (found == {IN_ORDER}) == (model != "SmolLM2" or linear == "head"), found
     assert len({order_of_rows_in_8_bits(count, *shape) for count in COUNTS}) == 1

@@ -59,14 +59,16 @@ def order_of(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
 
 
 def order_with_the_flag(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
-    """The same of an `OrderedWeight`. Programs for tiles have no way to divide K; the interpreter runs them."""
+    """The same of an `OrderedWeight`. Programs for tiles know pieces or no division of K; the interpreter runs them."""
     x = torch.empty(num_rows, size_k, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
     with ExitStack() as patched:
         for module in (ordered, warpgroup_linear):
             patched.enter_context(mock.patch.object(module, "runs_gluon", lambda _: True))
-        cut = ordered.ordered_cut_for(x, weight, gated)
+        cut = ordered.ordered_cut_for(x, weight, gated, ordered.piece_of(weight))
     assert cut is not None or num_rows > 16
+    if cut is None and (piece := ordered.piece_of(weight)):
+        return _order_of_cut(Stream(16, 2 * piece, 2, 1, 2), size_k)
     return IN_ORDER if cut is None else _order_of_cut(cut, size_k)
 
 

@@ -32,7 +32,7 @@ from overlap_spec_kernels.experts.sum_of_experts import (
     sum_of_experts,
     sums_in_product,
 )
-from overlap_spec_kernels.language import let_next_begin, tl, wait
+from overlap_spec_kernels.language import halves_added, let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -299,14 +299,6 @@ def sum_kernel(
         wide = total.to(tl.float32)
         tl.store(weighted_ptr + row * size + column, wide * weight, mask=inside)
         part = tl.program_id(1) * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
-        squares = _halves_added(_halves_added(_halves_added(_halves_added(wide * wide, 16), 8), 4), 2)
+        squares = halves_added(halves_added(halves_added(halves_added(wide * wide, 16), 8), 4), 2)
         tl.store(squares_ptr + part * tl.num_programs(0) + row, squares, mask=part * 16 < size)
     tl.store(out_ptr + row * size + column, total, mask=inside)
-
-
-@TritonKernel
-def _halves_added(x: tl.tensor, LENGTH: tl.constexpr) -> tl.tensor:
-    """The second half of each run of values is added to its first, as lanes of a warp do. Shapes: [N] -> [N / 2]."""
-    RUNS: tl.constexpr = x.shape[0] // LENGTH
-    first, second = tl.split(tl.permute(tl.reshape(x, (RUNS, 2, LENGTH // 2)), (0, 2, 1)))
-    return tl.reshape(first + second, (RUNS * LENGTH // 2,))

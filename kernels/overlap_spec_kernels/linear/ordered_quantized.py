@@ -105,14 +105,15 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
         weighted = call.out if call.weighted is None else call.weighted
         return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)
 
-    def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
+    def multiplied(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype) -> Tensor:
+        rows = normalised(x)
         if runs_triton(rows):
             if product := self._launch(rows, gated, dtype):
                 return product.values
             if len(rows) <= _MOST_CONVERTED and self.packing.order is Order.ROWS:
                 return multiply_few_bits(rows, self.data, self.packing, gated, dtype)
         if not scales_rows(self.packing):
-            return OrderedWeight(self._matrix(True)).multiplied(rows, gated, dtype)
+            return OrderedWeight(self._matrix(True), divided=False).multiplied(rows, gated, dtype)
         if runs_triton(rows):
             parts = parts_in_one_order(*self.shape, gated) if self.packing.order is Order.FRAGMENTS else 1
             return multiply_many(rows, self._matrix(False), gated, dtype, self.packing.scales[0], parts)

@@ -153,7 +153,9 @@ def _quantized_stream_kernel(
         ampere.async_copy.commit_group()
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
     if SCALED:
-        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, flat)
+        scale = _scale_of_rows(
+            squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, False, flat
+        )
     acc = gl.zeros([DEPTH, BLOCK_N, ROWS], gl.float32, mma)
     up = acc
     for i in range(0, num_steps):

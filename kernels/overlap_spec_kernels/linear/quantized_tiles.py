@@ -143,7 +143,7 @@ def _quantized_tiles_kernel(
         _ask_for_x(x_ring, bars, x_tiles, i, num_steps, SPLITS, CHUNKS)
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if SCALED:
-        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, mma)
+        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, False, mma)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     step = 0
     for item in range(first, num_items, stride):

@@ -42,6 +42,7 @@ class Stream(NamedTuple):
     stages: int
     late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
     per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
+    in_order: bool = False  # squares of a row are added up in an order that its neighbours do not change; 2 warps
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """One program per block of rows of W, or fewer.
@@ -75,6 +76,7 @@ class Stream(NamedTuple):
             WARPS_N=self.warps_n,
             STAGES=self.stages,
             LATE=self.late,
+            IN_ORDER=self.in_order,
             BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
             num_warps=num_warps,
             **dependent_launch(call.x.device),
@@ -114,7 +116,7 @@ def _streamed_linear_kernel(
     x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
     PDL: gl.constexpr, LATE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr, IN_ORDER: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     PART: gl.constexpr = BLOCK_K // WARPS_K
@@ -144,7 +146,9 @@ def _streamed_linear_kernel(
         ampere.async_copy.commit_group()
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
     if SCALED:
-        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, flat)
+        scale = _scale_of_rows(
+            squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, IN_ORDER, flat
+        )
     acc = gl.zeros([WARPS_K, BLOCK_N, ROWS], gl.float32, mma)
     up = acc
     best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, flat))
@@ -233,14 +237,21 @@ def _places(
 @GluonKernel
 def _scale_of_rows(
     squares_ptr: gl.tensor, num_rows: int, num_squares: int, eps: float, SIZE_K: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_U: gl.constexpr, NUM_WARPS: gl.constexpr, flat: gl.constexpr,
+    BLOCK_U: gl.constexpr, NUM_WARPS: gl.constexpr, IN_ORDER: gl.constexpr, flat: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The scale of a norm, from the sums of squares of its parts. Shapes: -> [ROWS]."""
-    LANES: gl.constexpr = 32 if ROWS > 32 else ROWS
+    """The scale of a norm, from the sums of squares of its parts. Shapes: -> [ROWS].
+
+    IN_ORDER: every eighth part in a sum, and these eight as `ordered.py` adds them.
+    """
+    LANES: gl.constexpr = 8 if IN_ORDER else 32 if ROWS > 32 else ROWS
+    PARTS: gl.constexpr = 8 if IN_ORDER else BLOCK_U
     sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [NUM_WARPS, 1], [1, 0])
-    part = gl.expand_dims(gl.arange(0, BLOCK_U, gl.SliceLayout(1, sums)), 1)
+    part = gl.expand_dims(gl.arange(0, PARTS, gl.SliceLayout(1, sums)), 1)
     m = gl.program_id(1) * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
-    squares = gl.load(squares_ptr + part * num_rows + m, mask=(part < num_squares) & (m < num_rows), other=0.0)
+    squares = gl.zeros([PARTS, ROWS], gl.float32, sums)
+    for _ in gl.static_range(0, BLOCK_U, PARTS):
+        squares += gl.load(squares_ptr + part * num_rows + m, mask=(part < num_squares) & (m < num_rows), other=0.0)
+        part += PARTS
     return gl.rsqrt(gl.convert_layout(gl.sum(squares, axis=0), gl.SliceLayout(0, flat)) / SIZE_K + eps)
 
 

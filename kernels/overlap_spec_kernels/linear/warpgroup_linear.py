@@ -150,7 +150,7 @@ def _warpgroup_linear_kernel(
         _ask_for_x(x_ring, bars, x_tiles, i, num_steps, SPLITS, CHUNKS)
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if SCALED:
-        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, mma)
+        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, False, mma)
     best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     best_at = gl.zeros([ROWS], gl.int32, gl.SliceLayout(0, mma))
     step = 0

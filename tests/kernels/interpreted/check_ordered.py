@@ -5,6 +5,7 @@ Dots are as tensor cores do them (`dots_in_order`): what is left to find is a su
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs
@@ -17,8 +18,10 @@ from overlap_spec_kernels.attention.ordered_attention import (
     ordered_tiling,
     part_of,
 )
+from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import fused_linear_reference
-from overlap_spec_kernels.linear.ordered import OrderedTiles, multiply_in_order, ordered_tiles_for
+from overlap_spec_kernels.linear.ordered import OrderedTiles, multiply_in_order, ordered_tiles_for, run_tiles
+from overlap_spec_kernels.norm.normed import Norm, Normed
 from support.dots_in_order import dots_in_order
 
 CLOSE = {"rtol": 2e-5, "atol": 4e-6}
@@ -31,6 +34,51 @@ def test_linear_is_its_reference(size_k: int, gated: bool) -> None:
     x, weight = torch.randn(37, size_k + 8)[:, :size_k], torch.randn(90, size_k)
     out = multiply_in_order(x, weight, gated, torch.float32)
     torch.testing.assert_close(out, fused_linear_reference(x, weight, gated), rtol=1e-4, atol=1e-4)
+
+
+def halves_added(x: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension."""
+    while x.shape[-1] > 1:
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x.squeeze(-1)
+
+
+def rsqrt(x: torch.Tensor) -> torch.Tensor:
+    """As the interpreter has it."""
+    return torch.from_numpy(1 / np.sqrt(x.numpy()))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("size_k", "piece"), [(192, 32), (256, 64)])
+def test_sums_of_a_small_weight(size_k: int, piece: int, gated: bool) -> None:
+    """Every other piece of K in a sum, and the norms before and after it, to the last bit in any company."""
+    size_n, most = 72, max(COUNTS)
+    x, weight, squares = torch.randn(most, size_k), torch.randn(size_n, size_k) * 0.05, torch.rand(21, most)
+    residual, norm = torch.randn(most, 2 * size_n)[:, :size_n], Norm(torch.rand(size_n) + 0.5, 0.1)
+    sums = torch.zeros(2, most, size_n)
+    for k in range(size_k):
+        sums[k // piece % 2] += x[:, k, None] * weight[:, k]
+    parts = torch.cat([squares, torch.zeros(3, most)]).view(3, 2, 4, most)  # of eight sums, in two warps
+    of_eight = (parts[0] + parts[1] + parts[2]).permute(2, 0, 1)
+    scaled = (sums[0] + sums[1]) * rsqrt(halves_added(halves_added(of_eight)) / size_k + 0.1)[:, None]
+    values = sums[0] + sums[1] + residual
+    of_values = halves_added(torch.cat([values * values, torch.zeros(most, 8)], 1).unflatten(1, (-1, 16))).t()
+    for count in COUNTS:
+        some = slice(0, count)
+        of_x = Normed(x[some], x[some], squares[:, some].contiguous(), 0.1)
+        before = call_of(of_x, weight, gated, None, torch.float32, 16)
+        after = call_of(x[some], weight, False, Addition(residual[some], norm), torch.float32, 16)
+        with dots_in_order():
+            for call in (before, after):
+                tiles = ordered_tiles_for(count if count < most else 2048, size_n, call.gated, piece)
+                run_tiles(call, tiles, piece=piece)
+        gate, up = scaled[some].chunk(2, 1)
+        wanted = gate / (1 + torch.exp(-gate)) * up if gated else scaled[some]
+        torch.testing.assert_close(before.out, wanted, rtol=1e-5 * gated, atol=1e-5 * gated)
+        assert after.out is not None and after.weighted is not None and after.sums is not None
+        assert torch.equal(after.out, values[some]) and torch.equal(after.weighted, values[some] * norm.weight)
+        assert torch.equal(after.sums, of_values[:, some])
 
 
 @pytest.mark.parametrize("gated", [False, True])
