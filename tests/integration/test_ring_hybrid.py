@@ -25,7 +25,7 @@ from overlap_spec.worker.build import build_executor
 CHAINS = ("EAGLE3", "NGRAM of chains", "STANDALONE", "EAGLE", "NEXTN")
 QUICK = ("EAGLE3", "NGRAM of chains")
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 71)]
-NUM_TOKENS, PROMPT = 24, 9
+NUM_TOKENS, PROMPT = 16, 9
 SLOW = dict(zip(HYBRIDS, CHAINS[len(QUICK) :], strict=True))  # each family once, and each other method
 CELLS = [
     pytest.param(family, method, marks=pytest.mark.slow if SLOW[family] == method else pytest.mark.full)

@@ -1,6 +1,6 @@
 """Real weights in float32: plain decoding is transformers', and EAGLE-3 is the written-out loop's, step by step.
 
-References are committed (tests/data, with the scripts that made them). The default run takes 4 prompts x 24
+References are committed (tests/data, with the scripts that made them). The slow tests take 2 prompts x 24
 tokens; `-m full` takes everything.
 """
 
@@ -17,7 +17,7 @@ from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams
 
 DATA = Path(__file__).parent.parent / "data"
-FEW_PROMPTS, FEW_TOKENS, ALL_TOKENS = 4, 24, 64
+FEW_PROMPTS, FEW_TOKENS, ALL_TOKENS = 2, 24, 64
 
 
 @pytest.fixture(scope="module")

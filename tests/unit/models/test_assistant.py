@@ -25,7 +25,7 @@ from overlap_spec.models.loading.sources import DraftSource
 F64 = torch.float64
 TOLERANCE = {F64: 1e-9, torch.float32: 1e-4}
 CASES = {"31b": ("gemma 4", 0), "e": ("gemma 4 e", 16), "a4b": ("gemma 4 moe", 0)}
-START, STEPS, GUESSES = 4, 16, 3  # committed tokens of the first step; they pass the window of 6
+START, STEPS, GUESSES = 4, 8, 3  # committed tokens of the first step; they pass the window of 6
 
 
 def at_last(paged: Paged, length: int) -> RowBatch:
