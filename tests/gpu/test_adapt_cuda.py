@@ -15,6 +15,7 @@ from overlap_spec.config import AdaptSettings
 from overlap_spec.features.adapt_draft import worker
 from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference
 from overlap_spec.train_draft.steps import BatchSteps, Steps
 
 
@@ -54,6 +55,23 @@ def test_a_graph_of_a_step_teaches_what_the_step_does(caplog: pytest.LogCaptureF
     for name, tensor in found[0].items():
         moved = (found[1][name] - begun[name].detach()).norm()
         assert moved > 0 and (tensor - found[1][name]).norm() < 0.02 * moved, name
+
+
+@pytest.mark.parametrize(("step", "rows", "dim"), [(1, 2, 64), (1, 130, 64), (4, 384, 128), (6, 509, 64)])
+def test_a_fused_chains_attention_is_its_reference(step: int, rows: int, dim: int) -> None:
+    """In bfloat16 nearer to float64 than twice the reference's distance, with gradients."""
+    random = torch.Generator().manual_seed(step)
+    given = [torch.randn(2, 6, rows, dim, generator=random) for _ in range(2 * step + 4)]
+    *leaves, weights = (each.bfloat16().double().cuda() for each in given)
+    found = list[list[torch.Tensor]]()
+    for dtype, fused in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        q, *kept = (each.to(dtype, copy=True).requires_grad_() for each in leaves)
+        parts = kept[: step + 1], kept[step + 1 :]
+        out = _ChainAttention.apply(q, *kept) if fused else chain_attention_reference(q, *parts)
+        (out * weights.to(dtype)).sum().backward()
+        found.append([each.detach().double() for each in (out, q.grad, *(one.grad for one in kept))])
+    for exact, plain, fused_ in zip(*found, strict=True):
+        assert (fused_ - exact).norm() <= 2 * (plain - exact).norm() + 1e-3 * exact.norm()
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
