@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import soft_cross_entropy
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
@@ -112,9 +113,9 @@ class Eagle3:
         steps = []
         for step, output, weights in self.unrolled(batch, STEPS):
             rows = weights.norm("norm", output).flatten(0, 1)[places]
-            errors = F.cross_entropy(weights.linear("lm_head", rows).float(), probs, reduction="none")
             counted = (at >= step).float()  # the chain has begun in this sample
-            steps.append(DECAY**step * (errors * counted).sum() / counted.sum().clamp(min=1))
+            shares = DECAY**step * counted / counted.sum().clamp(min=1)
+            steps.append(_GuessLoss.apply(rows, weights["lm_head"], probs, shares))  # type: ignore[no-untyped-call]  # autograd's
         return total(steps)
 
     @torch.no_grad()
@@ -151,6 +152,26 @@ class Eagle3:
             output = between + weights.mlp(f"{LAYER}.mlp", weights.norm(f"{LAYER}.post_attention_layernorm", between))
             yield step, output, weights
             features = _shifted(output, 1, 1)
+
+
+class _GuessLoss(torch.autograd.Function):
+    """Sum of the rows' cross-entropies with distributions. Both gradients are computed with it: no logits are kept.
+
+    Shapes: rows [R, H], head [Vd, H], probs [R, Vd] f32, shares [R] f32 -> [] f32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, head: Tensor, probs: Tensor, shares: Tensor) -> Tensor:
+        logits = F.linear(rows, head)
+        loss = soft_cross_entropy(logits, probs, shares).sum()
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(logits @ head, logits.mT @ rows)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_rows, of_head = (each * grad.to(each.dtype) for each in ctx.saved_tensors)
+        return of_rows, of_head, None, None
 
 
 class _Kept:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels import soft_cross_entropy
+from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_seeds
 from support.swapped_heads import swap_all_the_time
@@ -72,6 +74,18 @@ def test_a_fused_chains_attention_is_its_reference(step: int, rows: int, dim: in
         found.append([each.detach().double() for each in (out, q.grad, *(one.grad for one in kept))])
     for exact, plain, fused_ in zip(*found, strict=True):
         assert (fused_ - exact).norm() <= 2 * (plain - exact).norm() + 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(3, 777), (300, 12288), (5, 32000)])
+def test_a_losss_kernel_is_its_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    random = torch.Generator("cuda").manual_seed(size)
+    drawn = (torch.randn(rows, size, generator=random, device="cuda") for _ in range(2))
+    logits, probs = next(drawn).mul(5).to(dtype), next(drawn).mul(3).softmax(1)
+    weights, other = torch.rand(rows, device="cuda"), logits.clone()
+    expected = soft_cross_entropy_reference(other, probs, weights)
+    torch.testing.assert_close(soft_cross_entropy(logits, probs, weights), expected, rtol=1e-5, atol=1e-5)
+    assert (logits.float() - other.float()).norm() <= 1e-3 * other.float().norm()
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:

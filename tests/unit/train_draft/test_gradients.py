@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference
+from overlap_spec.train_draft.eagle3 import _ChainAttention, _GuessLoss, chain_attention_reference
 
 
 def drawn(step: int, rows: int, dtype: torch.dtype, device: str = "cpu", heads: int = 3, dim: int = 8) -> list[Tensor]:
@@ -69,3 +70,20 @@ class Kept:
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
+
+
+def test_a_guesss_loss_and_its_gradients_are_those_of_kept_logits() -> None:
+    """Rows without a share count nowhere; a loss that is scaled has scaled gradients."""
+    random, found = torch.Generator().manual_seed(3), []
+    rows, head, logits = (torch.randn(*shape, generator=random) for shape in ((7, 8), (40, 8), (7, 40)))
+    probs, shares = (3 * logits).softmax(1), torch.rand(7, generator=random) * (torch.arange(7) != 2)
+    for fused in (True, False):
+        leaves = [each.clone().requires_grad_() for each in (rows, head)]
+        if fused:
+            loss = _GuessLoss.apply(*leaves, probs, shares)
+        else:
+            loss = (F.cross_entropy(leaves[0] @ leaves[1].T, probs, reduction="none") * shares).sum()
+        (3 * loss).backward()
+        found.append([loss.detach(), *(each.grad for each in leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
