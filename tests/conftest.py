@@ -87,13 +87,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Imports make a million objects that stay. The collector would walk through them again and again."""
+    """Imports make a million objects that stay. The collector would walk through them again and again.
+
+    And libraries make 56 loggers apart, to each of which pytest would add its handlers, six times a test.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        for logger in list(logging.Logger.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
