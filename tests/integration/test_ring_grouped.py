@@ -40,7 +40,7 @@ def plain(codec: TextCodec) -> Tokens:
     return answers(codec, RingConfig(num_steps=0, family=GROUPED, dtype=torch.float32))[0]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"),

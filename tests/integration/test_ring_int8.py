@@ -41,7 +41,7 @@ def plain(codec: TextCodec) -> Tokens:
     return answers(codec, RingConfig(num_steps=0))[0]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"),

@@ -39,7 +39,7 @@ def plain(codec: TextCodec) -> dict[str, Tokens]:
     return {family: answers(codec, RingConfig(num_steps=0, family=family))[0] for family in (FP8, INT4, NVFP4)}
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(20)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method", "topk", "depth"),

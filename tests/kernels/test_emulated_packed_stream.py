@@ -193,6 +193,7 @@ def assert_product(emulator: CudaEmulator, run: Run) -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_compiles(name: str) -> None:
     """For a real GPU, as the emulator runs it."""
