@@ -56,7 +56,6 @@ from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.noisy_logits import noisy_logits
 from overlap_spec_kernels.logits.process_logits import LogitRules, neutral_rules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
-from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy
 from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import (
@@ -240,7 +239,6 @@ __all__ = [
     "select_rows",
     "select_tree",
     "gelu_mul",
-    "soft_cross_entropy",
     "silu_mul",
     "store_tokens",
     "sum_of_experts",

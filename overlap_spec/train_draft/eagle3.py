@@ -11,12 +11,11 @@ The loss is the cross-entropy with the target's distribution over the draft voca
 `LiveHead` is a head that the engine has loaded, under the same names of tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import soft_cross_entropy
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
@@ -113,9 +112,9 @@ class Eagle3:
         steps = []
         for step, output, weights in self.unrolled(batch, STEPS):
             rows = weights.norm("norm", output).flatten(0, 1)[places]
+            errors = F.cross_entropy(weights.linear("lm_head", rows).float(), probs, reduction="none")
             counted = (at >= step).float()  # the chain has begun in this sample
-            shares = DECAY**step * counted / counted.sum().clamp(min=1)
-            steps.append(_GuessLoss.apply(rows, weights["lm_head"], probs, shares))  # type: ignore[no-untyped-call]  # autograd's
+            steps.append(DECAY**step * (errors * counted).sum() / counted.sum().clamp(min=1))
         return total(steps)
 
     @torch.no_grad()
@@ -154,26 +153,6 @@ class Eagle3:
             features = _shifted(output, 1, 1)
 
 
-class _GuessLoss(torch.autograd.Function):
-    """Sum of the rows' cross-entropies with distributions. Both gradients are computed with it: no logits are kept.
-
-    Shapes: rows [R, H], head [Vd, H], probs [R, Vd] f32, shares [R] f32 -> [] f32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, head: Tensor, probs: Tensor, shares: Tensor) -> Tensor:
-        logits = F.linear(rows, head)
-        loss = soft_cross_entropy(logits, probs, shares).sum()
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(logits @ head, logits.mT @ rows)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_rows, of_head = (each * grad.to(each.dtype) for each in ctx.saved_tensors)
-        return of_rows, of_head, None, None
-
-
 class _Kept:
     """Keys and values of the steps so far."""
 
@@ -190,106 +169,16 @@ class _Kept:
         self._values.append(v.repeat_interleave(group, 1))
         if not step:
             return F.scaled_dot_product_attention(q, self._keys[0], self._values[0], is_causal=True)
-        if q.shape[2] <= step:
-            return torch.zeros_like(q)
-        first = torch.backends.cuda.SDPAParams(q, self._keys[0], self._values[0], None, 0.0, True, False)
-        if q.device.type == "cpu" or torch.backends.cuda.can_use_flash_attention(first):
-            found: Tensor = _ChainAttention.apply(q, *self._keys, *self._values)  # type: ignore[no-untyped-call]  # autograd's
-            return found
-        return chain_attention_reference(q, self._keys, self._values)
-
-
-def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Attention of the step after `len(keys) - 1` steps; rows whose chain began before the sample give 0.
-
-    Shapes: q and each of keys and values [B, h, L, d] -> [B, h, L, d].
-    """
-    step, length, q = len(keys) - 1, q.shape[2] - (len(keys) - 1), q[:, :, len(keys) - 1 :]
-    at = torch.arange(length, device=q.device)
-    earlier = (q @ keys[0][:, :, :length].mT).masked_fill(at > at[:, None], -torch.inf)
-    own = [(q * keys[m][:, :, m : m + length]).sum(-1, keepdim=True) for m in range(1, step + 1)]
-    logits = torch.cat((earlier, *own), -1) * q.shape[3] ** -0.5
-    probs = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    found = probs[..., :length] @ values[0][:, :, :length]
-    for m in range(1, step + 1):
-        found = found + probs[..., length + m - 1, None] * values[m][:, :, m : m + length]
-    return F.pad(found, (0, 0, step, 0))
-
-
-class _ChainAttention(torch.autograd.Function):
-    """The same without a row of logits in memory: causal attention to the keys of step 0, and a chain's few keys.
-
-    Both parts are merged by the logarithms of their sums. The gradients of the first part are those of PyTorch's kernel
-    for the merged output and the merged logarithms, as in ring attention: it makes probabilities from the logarithms.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, *kept: Tensor) -> Tensor:
-        step, (*_, rows, dim) = len(kept) // 2 - 1, q.shape
-        chain, (own_keys, own_values) = q[:, :, step:], _of_chains(kept)
-        found, logs, *state = _causal(chain, kept[0][:, :, : rows - step], kept[step + 1][:, :, : rows - step])
-        logits = (chain * own_keys).sum(-1, dtype=logs.dtype) * dim**-0.5
-        sums = torch.logsumexp(torch.cat((logs[None], logits)), 0)
-        own = ((logits - sums).exp().to(q.dtype)[..., None] * own_values).sum(0)
-        whole = q.new_zeros(q.transpose(1, 2).shape).transpose(1, 2)  # as the next product reads it
-        whole[:, :, step:] = found * (logs - sums).exp().to(q.dtype)[..., None] + own
-        ctx.save_for_backward(q, whole, logits, sums, *kept)
-        ctx.flash_state = state
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, whole, logits, sums, *kept = ctx.saved_tensors
-        step, (*_, rows, dim) = len(kept) // 2 - 1, q.shape
-        chain, out, grad = q[:, :, step:], whole[:, :, step:], grad[:, :, step:]
-        own_keys, own_values = _of_chains(kept)
-        first = chain, kept[0][:, :, : rows - step], kept[step + 1][:, :, : rows - step], out, sums
-        of_q, of_keys, of_values = _causal_backward(grad, *first, ctx.flash_state)
-        probs = (logits - sums).exp()
-        distance = (grad * own_values).sum(-1, dtype=sums.dtype) - (grad * out).sum(-1, dtype=sums.dtype)
-        of_logits = (probs * distance * dim**-0.5).to(q.dtype)[..., None]
-        of_own = of_logits * chain, probs.to(q.dtype)[..., None] * grad
-        of_q = of_q + (of_logits * own_keys).sum(0)
-        found = [F.pad(of_q, (0, 0, step, 0))]
-        for of_first, of_others in zip((of_keys, of_values), of_own, strict=True):
-            found.append(F.pad(of_first, (0, 0, 0, step)))
-            found += [F.pad(each, (0, 0, m, step - m)) for m, each in enumerate(of_others, 1)]
-        return tuple(found)
-
-
-def _of_chains(kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of the steps after the first, by the row that reads them. Shapes: -> 2 [j, B, h, L - j, d]."""
-    steps = len(kept) // 2
-    rows = kept[0].shape[2] - steps + 1
-    keys, values = (
-        torch.stack([each[:, :, m : m + rows] for m, each in enumerate(part) if m])
-        for part in (kept[:steps], kept[steps:])
-    )
-    return keys, values
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Causal attention. Shapes: [B, h, n, d] -> [B, h, n, d], logarithms of sums [B, h, n], what the backward needs."""
-    if q.device.type == "cpu":
-        return tuple(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True))
-    return tuple(torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))[:8]
-
-
-def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v where `out` and `logs` are those of more keys than `k`."""
-    given = grad, q, k, v, out, logs
-    if q.device.type == "cpu":
-        cpu: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0.0, True
-        )
-        return cpu
-    *sizes, seed, offset = state
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *given, *sizes, 0.0, True, seed, offset
-    )
-    return found
+        q = q * q.shape[3] ** -0.5
+        at = torch.arange(q.shape[2], device=q.device)
+        earlier = (q @ self._keys[0].mT).masked_fill(at > at[:, None] - step, -torch.inf)
+        of_chain = range(1, step + 1)
+        own = [(q * _shifted(self._keys[m], step - m, 2)).sum(-1, keepdim=True) for m in of_chain]
+        probs = torch.cat((earlier, *own), -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        found = probs[..., : len(at)] @ self._values[0]
+        for m in of_chain:
+            found = found + probs[..., len(at) + m - 1, None] * _shifted(self._values[m], step - m, 2)
+        return found
 
 
 def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
