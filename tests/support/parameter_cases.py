@@ -301,6 +301,7 @@ VOLATILE = REPORTS | {
     *("id", "call_id", "created", "created_at", "completed_at", "e2e_latency"),
     *("cached_tokens", "prompt_tokens_details"),
     *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),  # Anthropic's are those not in the cache
+    "output_tokens_details",  # its reasoning_tokens are exact to a step, and several steps may come as one
 }
 
 
