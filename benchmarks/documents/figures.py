@@ -227,6 +227,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "noise-rejection": lambda results: _noise(results, "rejection"),
     "noise-greedy": lambda results: _noise(results, "greedy"),
     "over-transformers": _over_transformers,
+    "avx2-over-plain": lambda results: f"{results['latency_avx2_cpu']['ratios']['engine / plain']:.2f}",
     "over-llama-cpp": lambda results: _over_llama_cpp(results, "eagle3"),
     "plain-over-llama-cpp": lambda results: _over_llama_cpp(results, "plain"),
     "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
