@@ -36,6 +36,7 @@ def bench_of(name: str) -> hybrids.HybridBench:
         target = load_target(files, BFLOAT, META)
     bench.models = LoadedModels(target, NoDraft(), method_named("NONE"))
     bench.routers, bench.expert_bytes = NoRouters(), 0
+    # what floors read of a geometry
     bench.geometry = SimpleNamespace(dtype=BFLOAT, cache_dtype=BFLOAT)  # type: ignore[assignment]
     bench.roofline = roofline(bench.models, BFLOAT, META, hybrids.CEILING)
     return bench

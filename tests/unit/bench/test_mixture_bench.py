@@ -145,6 +145,7 @@ def test_rows_that_are_done_are_not_measured_again() -> None:
         prefill=lambda *load: measured.append(load),
     )
     rows = [{"batch": 8, "routers": UNIFORM, "context": mixtures.CONTEXT}, {"prompt": 64}]
+    # a bench of what rows call
     list(mixtures.Bench.rows(bench, {mixtures.load_of(row) for row in rows}))  # type: ignore[arg-type]
     assert measured == [(1, UNIFORM, mixtures.CONTEXT), (8, ZIPF, mixtures.CONTEXT), (128,)]
 

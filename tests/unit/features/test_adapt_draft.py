@@ -235,7 +235,7 @@ def test_a_request_becomes_a_sample() -> None:
     played.end(request, answer=60)
     (finished,) = played.taken()
     assert finished == Finished(0, request.tokens[12:44].tobytes(), 8), "what fits the segment"
-    assert played.learning.report(Stats()).adapt.samples == 1  # type: ignore[union-attr]
+    assert played.learning.report(Stats()).adapt.samples == 1  # type: ignore[union-attr]  # the flag is on
 
 
 @pytest.mark.parametrize("changes", [{"is_learnt": False}, {"resumed": Resumed(b"", 0, 0)}])

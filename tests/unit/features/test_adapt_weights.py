@@ -84,7 +84,7 @@ def test_steps_change_the_copy_alone_until_it_takes_over() -> None:
         assert torch.equal(tensor, before[name]), name
         assert torch.equal(learner.copy.tensors[name].detach(), before[name].float()), name
     assert learner.num_steps == 0
-    for values in learner._steps.state()["state"].values():  # type: ignore[attr-defined]
+    for values in learner._steps.state()["state"].values():  # type: ignore[attr-defined]  # state is of objects
         assert values and not any(tensor.any() for tensor in values.values())
 
 
@@ -165,6 +165,7 @@ def test_a_batch_of_a_fixed_shape_teaches_what_its_samples_do() -> None:
         learnt = packed.read(packed.values, aux, hidden)
         assert learnt.places.shape == (num_places,) and packed.key == (*laid.rows.shape, num_places)
         losses.append(float(learner.copy.loss_at(*learnt).detach()))
+        # mypy infers no type of a lambda's default
         found.append(learner.judge(packed.key, lambda learnt=learnt: learnt))  # type: ignore[misc]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] > 0
     assert torch.equal(found[0].copy, found[1].copy[:2, :40]) and all(each.is_finite for each in found)

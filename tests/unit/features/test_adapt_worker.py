@@ -178,6 +178,7 @@ def test_a_gpus_batches_teach_what_a_cpus_do(monkeypatch: pytest.MonkeyPatch) ->
         for order in (Train((0, 1)), Train((2,)), Judge((0, 1, 2))):
             hook.message(order)
     found = [hook.replies()[0] for hook in hooks]
+    # replies to `Judge` alone
     assert [each.live_length for each in found] == [found[0].live_length] * 2  # type: ignore[attr-defined]
     for name, tensor in hooks[0].learner.copy.tensors.items():
         torch.testing.assert_close(tensor, hooks[1].learner.copy.tensors[name], rtol=1e-3, atol=1e-6, msg=name)

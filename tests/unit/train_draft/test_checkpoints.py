@@ -97,7 +97,7 @@ def test_an_eagle3_head_has_specforges_layout(tmp_path: Path) -> None:
     assert draft_kind(expected) is DraftKind.EAGLE_3
     loaded = load_eagle3(DraftSource.for_target(str(tmp_path), LOADED), LOADED)
     assert loaded.profile.aux_layers == (1, 3, 4)
-    assert loaded.target_ids.tolist() == IDS.tolist()  # type: ignore[attr-defined]
+    assert loaded.target_ids.tolist() == IDS.tolist()  # type: ignore[attr-defined]  # of EAGLE-3
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == IDS.tolist()
 
 

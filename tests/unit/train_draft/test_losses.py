@@ -73,12 +73,12 @@ class Chains:
 @pytest.fixture(scope="module")
 def eagle3() -> Eagle3:
     ids = torch.arange(VOCAB)[torch.arange(VOCAB) % 8 != 3]
-    return randomised(Eagle3(FROZEN, AUX, ids))  # type: ignore[no-any-return]
+    return randomised(Eagle3(FROZEN, AUX, ids))  # type: ignore[no-any-return]  # the head itself
 
 
 def test_eagle3s_loss_is_that_of_its_chains(eagle3: Eagle3) -> None:
     given, known = batch(), set(eagle3.ids.tolist())
-    chains, errors = Chains(eagle3, given), [[] for _ in range(STEPS)]  # type: ignore[var-annotated]
+    chains, errors = Chains(eagle3, given), [[] for _ in range(STEPS)]  # type: ignore[var-annotated]  # of tensors
     for sample, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
         for first in range(length - 2):
             for step, logits in enumerate(chains.logits(sample, first)):
@@ -119,7 +119,7 @@ MASK, BLOCK, LAYERS = 5, 4, 2
 
 @pytest.fixture(scope="module")
 def dflash() -> DFlash:
-    return randomised(DFlash(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]
+    return randomised(DFlash(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
 
 
 def _block(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
@@ -182,7 +182,7 @@ def test_dflashs_accepted_guesses_are_those_of_its_blocks(dflash: DFlash) -> Non
 
 @pytest.fixture(scope="module")
 def dspark() -> DSpark:
-    return randomised(DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]
+    return randomised(DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
 
 
 def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:

@@ -20,11 +20,13 @@ def test_batches_that_are_filled_up_teach_what_they_do_alone() -> None:
     steps = [Steps(each.tensors) for each in heads]
     filled = BatchSteps(heads[1], steps[1], 64, torch.device("cpu"))
     keys, run = list[Any](), filled._replays.run
+    # runs as before, and keeps its keys
     filled._replays.run = lambda key, work: (keys.append(key), run(key, work))[1]  # type: ignore[method-assign]
     for numbers in BATCHES:
         given = batch(*numbers)
         for each in steps:
             each.set_rate(1e-3)
+        # mypy infers no type of a lambda's default
         alone = steps[0].take(lambda given=given: heads[0].loss(given, torch.Generator()))  # type: ignore[misc]
         assert float(filled.take(given)) == pytest.approx(float(alone), rel=1e-5)
     for name, tensor in heads[0].tensors.items():
@@ -72,7 +74,7 @@ def test_a_run_goes_on_with_the_moments_and_its_own_rate() -> None:
         steps = Steps(made.tensors)
         for _ in range(2):
             steps.set_rate(1e-2)
-            steps.take(lambda: made.loss(given, torch.Generator()))  # noqa: B023
+            steps.take(lambda: made.loss(given, torch.Generator()))  # noqa: B023  # called at once
             if parted:
                 kept = steps.state()
                 steps = Steps(made.tensors)
