@@ -141,7 +141,7 @@ def dense(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
     return lambda size_n, size_k: DenseWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
 
 
-def ordered(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
+def ordered(dtype: torch.dtype) -> Callable[[int, int], OrderedWeight]:
     return lambda size_n, size_k: OrderedWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
 
 
@@ -180,6 +180,35 @@ def test_linears_of_few_bits_in_one_order(bits: int, group: int, model: str) -> 
         return OrderedQuantizedWeight.of(weight) if isinstance(weight, QuantizedWeight) else None
 
     judge("linears of few bits in one order", linears(made, counts=TO_PROMPTS, models=[model], unrounded=True))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_norms_between_small_linears(dtype: torch.dtype) -> None:
+    """Their squares, and what is scaled by them, before 16 bits hide most of what another order changes."""
+    weights = {name: ordered(dtype)(*shape[:2]) for name, shape in SHAPES["SmolLM2"].items() if name != "head"}
+    most, size = max(TO_PROMPTS), SHAPES["SmolLM2"]["output"][0]
+    norm = Norm((torch.rand(size, device="cuda") + 0.5).to(dtype), 1e-5)
+    x, residual = torch.randn(2, most, size, device="cuda").to(dtype)
+
+    def results(rows: slice) -> dict[str, Tensor]:
+        added = weights["output"].add(x[rows], residual[rows], norm)
+        after = weights["down"].add(weights["gate, up"].gated(added), added.values, norm)
+        assert added.squares is not None and after.squares is not None
+        return {
+            "squares": added.squares.t(),
+            "qkv": weights["qkv"].multiplied(added, False, torch.float32),
+            "gate": weights["gate, up"].multiplied(added, True, torch.float32),
+            "weighted": after.weighted,
+            "squares after the gate": after.squares.t(),
+            "normalised": after.normalised(),
+        }
+
+    expected = results(slice(0, most))
+    for count in (*TO_PROMPTS, 1025):
+        for first in (0, min(777, most - count)):
+            rows = slice(first, first + count)
+            for op, found in results(rows).items():
+                assert torch.equal(found, expected[op][rows]), f"{op} of {count} rows"
 
 
 @pytest.mark.parametrize("model", SHAPES)

@@ -103,7 +103,8 @@ def compiled(module: Any, name: str, constants: dict[str, Any], num_warps: int) 
         constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned + pointers},
     )
-    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm
+    options = {"num_warps": num_warps, "enable_fp_fusion": not constants.get("IN_ORDER", False)}
+    return triton.compile(source, target=HOPPER, options=options).asm
 
 
 def type_of(argument: str, constants: dict[str, Any]) -> str:
@@ -135,6 +136,8 @@ def test_streamed_linears(name: str) -> None:
     constants = STREAMED[name]
     ptx = assembly(streamed_linear, "_streamed_linear_kernel", constants, constants["WARPS_K"] * constants["WARPS_N"])
     check(ptx)
+    if constants["IN_ORDER"]:
+        assert "mul.rn.f32" in ptx and not re.search(r"\s(mul|fma\.rn)\.f32", ptx), "a mean and eps are rounded once"
 
 
 @pytest.mark.full_but_every(2)

@@ -189,6 +189,7 @@ def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any])
     ones = Norm(torch.ones(size_k, dtype=BFLOAT), 0.1)
     assert_close(fused_linear(of_x, OrderedWeight(weight)), product(normalised(x, ones), weight), BFLOAT)
     assert gpu.launches[-1].constants.get("IN_ORDER", False) == gpu.launches[-1].constants["SCALED"] == (sums == 2)
+    assert gpu.launches[-1].options.get("enable_fp_fusion", True) == (sums == 1), "tiles round a mean before eps"
 
 
 # (experts of the row, inner columns, stages of the ring): it holds all columns, or is filled again

@@ -79,6 +79,7 @@ class Stream(NamedTuple):
             IN_ORDER=self.in_order,
             BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
             num_warps=num_warps,
+            enable_fp_fusion=not self.in_order,  # a mean is rounded before eps is added, as in tiles
             **dependent_launch(call.x.device),
         )
 

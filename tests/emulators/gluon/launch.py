@@ -26,7 +26,8 @@ from emulators.gluon.language import names
 from emulators.gluon.program import Program, Tiles
 from emulators.gluon.tensors import Pointer, Tensor
 
-_OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}  # of a launch; all else is an argument of the kernel
+# Of a launch; all else is an argument of the kernel.
+_OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion"}
 
 
 def _module(name: str) -> ModuleType:
@@ -60,6 +61,7 @@ class Launch(NamedTuple):
     kernel: str
     grid: tuple[int, ...]
     constants: dict[str, Any]
+    options: dict[str, Any]
 
 
 class Hopper:
@@ -84,7 +86,7 @@ class Hopper:
         bound = signature.bind(*arguments, **named).arguments
         constants = {name: value for name, value in bound.items() if is_constant(signature.parameters[name])}
         assert constants["PDL"] == is_dependent
-        self.launches.append(Launch(function.__name__, grid, constants))
+        self.launches.append(Launch(function.__name__, grid, constants, options))
         passed = {name: value if name in constants else argument(name, value) for name, value in bound.items()}
         grid = (*grid, 1, 1)[:3]
         places = list(itertools.product(*(range(count) for count in grid)))
