@@ -24,6 +24,12 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
 from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, NearKeys, RowAttention, RowsArgument
+from overlap_spec_kernels.attention.trained_chains import (
+    attend_own_keys,
+    attend_own_keys_back,
+    rotate_heads,
+    rotate_heads_back,
+)
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
@@ -56,6 +62,7 @@ from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.noisy_logits import noisy_logits
 from overlap_spec_kernels.logits.process_logits import LogitRules, neutral_rules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
+from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy
 from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import (
@@ -239,6 +246,11 @@ __all__ = [
     "select_rows",
     "select_tree",
     "gelu_mul",
+    "attend_own_keys",
+    "attend_own_keys_back",
+    "rotate_heads",
+    "rotate_heads_back",
+    "soft_cross_entropy",
     "silu_mul",
     "store_tokens",
     "sum_of_experts",

@@ -11,11 +11,18 @@ The loss is the cross-entropy with the target's distribution over the draft voca
 `LiveHead` is a head that the engine has loaded, under the same names of tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import (
+    attend_own_keys,
+    attend_own_keys_back,
+    rotate_heads,
+    rotate_heads_back,
+    soft_cross_entropy,
+)
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
@@ -25,6 +32,7 @@ from overlap_spec.models.layers.decoder import SelfAttention
 from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import (
     Batch,
     Frozen,
@@ -34,8 +42,6 @@ from overlap_spec.train_draft.head import (
     begun_layer,
     chunked_argmax,
     dense,
-    in_heads,
-    rotated,
     total,
 )
 from overlap_spec.train_draft.state import eagle3_config
@@ -111,10 +117,10 @@ class Eagle3:
         probs = self._target_probs(batch.hidden.flatten(0, 1)[places + 1])
         steps = []
         for step, output, weights in self.unrolled(batch, STEPS):
-            rows = weights.norm("norm", output).flatten(0, 1)[places]
-            errors = F.cross_entropy(weights.linear("lm_head", rows).float(), probs, reduction="none")
+            rows = weights.norm("norm", output.flatten(0, 1).index_select(0, places))
             counted = (at >= step).float()  # the chain has begun in this sample
-            steps.append(DECAY**step * (errors * counted).sum() / counted.sum().clamp(min=1))
+            shares = DECAY**step * counted / counted.sum().clamp(min=1)
+            steps.append(_GuessLoss.apply(rows, weights["lm_head"], probs, shares))  # type: ignore[no-untyped-call]  # autograd's
         return total(steps)
 
     @torch.no_grad()
@@ -137,48 +143,153 @@ class Eagle3:
 
     def unrolled(self, batch: Batch, num_steps: int) -> Iterator[tuple[int, Tensor, Weights]]:
         """Each step, its residual sums [B, L, H], and the weights that computed them."""
-        frozen = self._frozen
+        frozen, llama = self._frozen, self._frozen.llama
         embedded = frozen.embedding(batch.ahead(1))
-        weights = Weights(self.tensors, embedded.dtype, frozen.llama.rms_norm_eps)
-        embedded = weights.norm(f"{LAYER}.input_layernorm", embedded)
-        features, kept = weights.linear("fc", batch.aux), _Kept(frozen.cos_sin[: len(batch.places)])
+        weights = Weights(self.tensors, embedded.dtype, llama.rms_norm_eps)
+        of_tokens, of_features = torch.cat([weights[f"{LAYER}.self_attn.{part}_proj"] for part in "qkv"]).chunk(2, 1)
+        # Tokens give all steps the same part of the sums.
+        tokens = F.linear(weights.norm(f"{LAYER}.input_layernorm", embedded), of_tokens).flatten(0, 1)
+        features, kept = weights.linear("fc", batch.aux), _Kept(frozen.cos_sin[: len(batch.places)], llama)
         for step in range(num_steps):
-            x = torch.cat((embedded, weights.norm(f"{LAYER}.hidden_norm", features)), -1)
-            dim = frozen.llama.head_dim
-            q, k, v = (in_heads(weights.linear(f"{LAYER}.self_attn.{part}_proj", x), dim) for part in "qkv")
-            attended = weights.linear(f"{LAYER}.self_attn.o_proj", kept.attend(q, k, v).transpose(1, 2).flatten(2))
-            between = features + attended
+            normed = weights.norm(f"{LAYER}.hidden_norm", features).flatten(0, 1)
+            qkv = torch.addmm(tokens, normed, of_features.mT).view(*features.shape[:2], -1)
+            between = features + weights.linear(f"{LAYER}.self_attn.o_proj", kept.attend(qkv).flatten(2))
             output = between + weights.mlp(f"{LAYER}.mlp", weights.norm(f"{LAYER}.post_attention_layernorm", between))
             yield step, output, weights
             features = _shifted(output, 1, 1)
 
 
+class _GuessLoss(torch.autograd.Function):
+    """Sum of the rows' cross-entropies with distributions. Both gradients are computed with it: no logits are kept.
+
+    Shapes: rows [R, H], head [Vd, H], probs [R, Vd] f32, shares [R] f32 -> [] f32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, head: Tensor, probs: Tensor, shares: Tensor) -> Tensor:
+        logits = F.linear(rows, head)
+        loss = soft_cross_entropy(logits, probs, shares).sum()
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(logits @ head, logits.mT @ rows)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_rows, of_head = (each * grad.to(each.dtype) for each in ctx.saved_tensors)
+        return of_rows, of_head, None, None
+
+
 class _Kept:
     """Keys and values of the steps so far."""
 
-    def __init__(self, cos_sin: Tensor) -> None:
-        self._cos_sin = cos_sin
+    def __init__(self, cos_sin: Tensor, llama: LlamaConfig) -> None:
+        self._cos_sin, self._num_heads, self._num_kv_heads = cos_sin, llama.num_heads, llama.num_kv_heads
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Shapes: q [B, h, L, d], k, v [B, g, L, d] -> [B, h, L, d]."""
-        group, step = q.shape[1] // k.shape[1], len(self._keys)
-        q, k = rotated(q, self._cos_sin), rotated(k, self._cos_sin)
-        self._keys.append(k.repeat_interleave(group, 1))
-        self._values.append(v.repeat_interleave(group, 1))
-        if not step:
-            return F.scaled_dot_product_attention(q, self._keys[0], self._values[0], is_causal=True)
-        q = q * q.shape[3] ** -0.5
-        at = torch.arange(q.shape[2], device=q.device)
-        earlier = (q @ self._keys[0].mT).masked_fill(at > at[:, None] - step, -torch.inf)
-        of_chain = range(1, step + 1)
-        own = [(q * _shifted(self._keys[m], step - m, 2)).sum(-1, keepdim=True) for m in of_chain]
-        probs = torch.cat((earlier, *own), -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        found = probs[..., : len(at)] @ self._values[0]
-        for m in of_chain:
-            found = found + probs[..., len(at) + m - 1, None] * _shifted(self._values[m], step - m, 2)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Shapes: [B, L, (h + 2 g) d] -> [B, L, h, d]."""
+        step = len(self._keys)
+        q, k, v = _RotatedHeads.apply(qkv, self._cos_sin, self._num_heads, self._num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
+        self._keys.append(k)
+        self._values.append(v)
+        if q.shape[1] <= step:
+            return torch.zeros_like(q)
+        if not step or (q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16)):
+            return chain_attention_reference(q, self._keys, self._values)
+        found: Tensor = _ChainAttention.apply(q, *self._keys, *self._values)  # type: ignore[no-untyped-call]  # autograd's
         return found
+
+
+class _RotatedHeads(torch.autograd.Function):
+    """`rotate_heads`."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos_sin)
+        return rotate_heads(qkv, cos_sin, num_heads, num_kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None]:
+        return rotate_heads_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
+
+
+def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Attention of the step after `len(keys) - 1` steps; rows whose chain began before the sample give 0.
+
+    Shapes: q [B, L, h, d], each of keys and values [B, L, g, d] -> [B, L, h, d].
+    """
+    step, group = len(keys) - 1, q.shape[2] // keys[0].shape[2]
+    length, q = q.shape[1] - step, q[:, step:].transpose(1, 2)
+    keys, values = ([each.repeat_interleave(group, 2).transpose(1, 2) for each in part] for part in (keys, values))
+    if not step:
+        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True).transpose(1, 2)
+    at = torch.arange(length, device=q.device)
+    earlier = (q @ keys[0][:, :, :length].mT).masked_fill(at > at[:, None], -torch.inf)
+    own = [(q * keys[m][:, :, m : m + length]).sum(-1, keepdim=True) for m in range(1, step + 1)]
+    logits = torch.cat((earlier, *own), -1) * q.shape[3] ** -0.5
+    probs = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    found = probs[..., :length] @ values[0][:, :, :length]
+    for m in range(1, step + 1):
+        found = found + probs[..., length + m - 1, None] * values[m][:, :, m : m + length]
+    return F.pad(found, (0, 0, step, 0)).transpose(1, 2)
+
+
+class _ChainAttention(torch.autograd.Function):
+    """The same without a row of logits in memory: causal attention to the keys of step 0, and a chain's few keys.
+
+    Both parts are merged by the logarithms of their sums. The gradients of the first part are those of PyTorch's kernel
+    for the merged output and the merged logarithms, as in ring attention: it makes probabilities from the logarithms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *kept: Tensor) -> Tensor:
+        step, group = len(kept) // 2 - 1, q.shape[2] // kept[0].shape[2]
+        keys, values = torch.stack(kept[1 : step + 1]), torch.stack(kept[step + 2 :])
+        first = [_until(each, step).repeat_interleave(group, 2) for each in (kept[0], kept[step + 1])]
+        found, logs, *state = _causal(q[:, step:], *first)
+        whole, sums = attend_own_keys(q, keys, values, found, logs)
+        ctx.save_for_backward(q, whole, sums, keys, values, *first)
+        ctx.flash_state = state
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, whole, sums, keys, values, *first = ctx.saved_tensors
+        step, num_kv_heads = len(keys), keys.shape[3]
+        k, v = first
+        of_q, *of_first = _causal_backward(grad[:, step:], q[:, step:], k, v, whole[:, step:], sums, ctx.flash_state)
+        of_q, of_keys, of_values = attend_own_keys_back(grad, q, keys, values, whole, sums, of_q)
+        summed = [F.pad(each.unflatten(2, (num_kv_heads, -1)).sum(3), (0, 0, 0, 0, 0, step)) for each in of_first]
+        return of_q, summed[0], *of_keys, summed[1], *of_values
+
+
+def _until(rows: Tensor, step: int) -> Tensor:
+    """Those that chains at this step begin after. Shapes: [B, L, ..] -> [B, L - step, ..]."""
+    return rows[:, : rows.shape[1] - step]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Causal attention. Shapes: [B, n, h, d] -> [B, n, h, d], logarithms of sums [B, h, n], what the backward needs."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:8]
+    return found[0].transpose(1, 2), *found[1:]
+
+
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v where `out` and `logs` are those of more keys than `k`."""
+    given = *(each.transpose(1, 2) for each in (grad, q, k, v, out)), logs
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True)
+    else:
+        *sizes, seed, offset = state
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *sizes, 0.0, True, seed, offset)
+    return tuple(each.transpose(1, 2) for each in found)
 
 
 def _shifted(x: Tensor, count: int, dim: int) -> Tensor:

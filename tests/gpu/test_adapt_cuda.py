@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels import soft_cross_entropy
+from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_seeds
 from support.swapped_heads import swap_all_the_time
@@ -15,6 +17,7 @@ from overlap_spec.config import AdaptSettings
 from overlap_spec.features.adapt_draft import worker
 from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference
 from overlap_spec.train_draft.steps import BatchSteps, Steps
 
 
@@ -54,6 +57,36 @@ def test_a_graph_of_a_step_teaches_what_the_step_does(caplog: pytest.LogCaptureF
     for name, tensor in found[0].items():
         moved = (found[1][name] - begun[name].detach()).norm()
         assert moved > 0 and (tensor - found[1][name]).norm() < 0.02 * moved, name
+
+
+@pytest.mark.parametrize(("step", "rows", "dim"), [(1, 2, 64), (1, 130, 64), (4, 384, 128), (6, 509, 64)])
+def test_a_fused_chains_attention_is_its_reference(step: int, rows: int, dim: int) -> None:
+    """In bfloat16 nearer to float64 than twice the reference's distance, with gradients."""
+    random = torch.Generator().manual_seed(step)
+    heads = [6] + [2] * (2 * step + 2) + [6]
+    given = [torch.randn(2, rows, count, dim, generator=random) for count in heads]
+    *leaves, weights = (each.bfloat16().double().cuda() for each in given)
+    found = list[list[torch.Tensor]]()
+    for dtype, fused in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        q, *kept = (each.to(dtype, copy=True).requires_grad_() for each in leaves)
+        parts = kept[: step + 1], kept[step + 1 :]
+        out = _ChainAttention.apply(q, *kept) if fused else chain_attention_reference(q, *parts)
+        (out * weights.to(dtype)).sum().backward()
+        found.append([each.detach().double() for each in (out, q.grad, *(one.grad for one in kept))])
+    for exact, plain, fused_ in zip(*found, strict=True):
+        assert (fused_ - exact).norm() <= 2 * (plain - exact).norm() + 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(3, 777), (300, 12288), (5, 32000)])
+def test_a_losss_kernel_is_its_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    random = torch.Generator("cuda").manual_seed(size)
+    drawn = (torch.randn(rows, size, generator=random, device="cuda") for _ in range(2))
+    logits, probs = next(drawn).mul(5).to(dtype), next(drawn).mul(3).softmax(1)
+    weights, other = torch.rand(rows, device="cuda"), logits.clone()
+    expected = soft_cross_entropy_reference(other, probs, weights)
+    torch.testing.assert_close(soft_cross_entropy(logits, probs, weights), expected, rtol=1e-5, atol=1e-5)
+    assert (logits.float() - other.float()).norm() <= 1e-3 * other.float().norm()
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:

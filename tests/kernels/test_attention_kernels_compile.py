@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.attention import _decode_attention_kernel, paged_attention
+from overlap_spec_kernels.attention import _decode_attention_kernel, paged_attention, trained_chains
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -51,6 +51,23 @@ def test_it_compiles_without_spills(name: str, window: int, sinks: bool) -> None
     options = {"num_warps": 8 if constants.get("AHEAD") else 4, "num_stages": 2}
     ptx = triton.compile(source, target=HOPPER, options=options).asm["ptx"]
     assert "mma" in ptx and ".local" not in ptx
+
+
+@pytest.mark.parametrize("name", ["rotate_heads", "own_keys", "own_keys_back"])
+def test_what_trains_chains_compiles_without_spills(name: str) -> None:
+    sizes = {"HEADS": 32, "KV_HEADS": 8, "HEADS_BLOCK": 32, "SIZE": 128, "BLOCK": 128, "GROUP": 4, "KV_BLOCK": 8}
+    if name == "rotate_heads":
+        sizes |= {"HEADS_BLOCK": 64, "HALF": 64, "BLOCK": 64, "IS_BACK": True}
+    function = vars(trained_chains)[f"_{name}_kernel"].compiled
+    constants = {key: value for key, value in sizes.items() if key in function.arg_names}
+    floats = dict.fromkeys(("cos_sin_ptr", "logs_ptr", "sums_ptr"), "*fp32")
+    kinds = {key: "*bf16" if key.endswith("_ptr") else "i32" for key in function.arg_names}
+    signature = kinds | floats | dict.fromkeys(constants, "constexpr")
+    signature = {key: signature[key] for key in function.arg_names}
+    by_place = {(function.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(function, signature, constexprs=by_place)
+    ptx = triton.compile(source, target=HOPPER, options={"num_warps": trained_chains._NUM_WARPS}).asm["ptx"]
+    assert ".local" not in ptx
 
 
 def _kind(argument: str) -> str:

@@ -8,6 +8,14 @@ import pytest
 import triton
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT
 from overlap_spec_kernels.logits.reasoning_end import MARKER
+from overlap_spec_kernels.logits.soft_cross_entropy import (
+    _BLOCK,
+    _LEAST,
+    _MOST,
+    _MOST_WARPS,
+    _NUM_WARPS,
+    _soft_cross_entropy_kernel,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -58,3 +66,16 @@ def test_it_compiles_without_spills(name: str, num_warps: int, constants: dict[s
     by_place = {(function.arg_names.index(argument),): value for argument, value in constants.items()}
     compiled = triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options={"num_warps": num_warps})
     assert "griddepcontrol.wait" in compiled.asm["ptx"] and ".local" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("block", "num_warps"), [(_BLOCK, _NUM_WARPS), (_MOST, _MOST_WARPS)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_losss_gradient_compiles_without_spills(dtype: str, block: int, num_warps: int) -> None:
+    function = _soft_cross_entropy_kernel.compiled
+    constants = {"IS_WHOLE": block == _MOST, "BLOCK": block, "LEAST": _LEAST}
+    signature = {
+        name: "constexpr" if name in constants else f"*{'fp32' if name != 'logits_ptr' else dtype}"
+        for name in function.arg_names
+    } | {"size": "i32", "weights_stride": "i32"}
+    source = ASTSource(function, signature, {(function.arg_names.index(n),): v for n, v in constants.items()})
+    assert ".local" not in triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["ptx"]

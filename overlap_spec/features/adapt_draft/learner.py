@@ -275,15 +275,17 @@ def training_bytes(weights: Eagle3Weights, rows: int, segment_rows: int) -> int:
     """What the copy takes of a device's memory, and a step on so many rows.
 
     For each parameter 16 bytes, one copy in the head's type, and two more while a step runs; of each row in each
-    unrolled step what its gradient needs: activations, logits in float32, and probabilities of keys.
+    unrolled step what its gradient needs: activations, and in float32 probabilities of keys. Of one step the logits and
+    the target's distribution, and of each the gradient of the head's rows.
     """
     llama, size = weights.config.llama, weights.embedding.dtype.itemsize
     count = weights.num_bytes // size
     row = (12 * llama.hidden_size + 5 * llama.intermediate_size) * size
-    row += len(weights.target_ids) * (3 * 4 + size)
-    row += llama.num_heads * (segment_rows + STEPS) * (2 * 4 + 2 * size)
-    of_target = len(weights.target_ids) * weights.config.target_hidden_size * size
-    return count * (16 + 3 * size) + rows * STEPS * row + of_target
+    if size > 2:
+        row += llama.num_heads * (segment_rows + STEPS) * (2 * 4 + 2 * size)
+    of_logits = len(weights.target_ids) * (4 * 4 + 2 * size)
+    of_heads = len(weights.target_ids) * (weights.config.target_hidden_size + STEPS * llama.hidden_size) * size
+    return count * (16 + 3 * size) + rows * (STEPS * row + of_logits) + of_heads
 
 
 def batches(chosen: Sequence[int], size: int) -> Iterator[Sequence[int]]:

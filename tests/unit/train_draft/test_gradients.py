@@ -1,0 +1,90 @@
+"""Values and gradients of EAGLE-3's own operations: those of loops, and autograd's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec.train_draft.eagle3 import _ChainAttention, _GuessLoss, chain_attention_reference
+
+
+def drawn(step: int, rows: int, dtype: torch.dtype, device: str = "cpu", heads: int = 3, dim: int = 8) -> list[Tensor]:
+    """Queries, keys of each step, values of each step, as leaves."""
+    random = torch.Generator().manual_seed(step)
+    shapes = [(2, rows, heads, dim)] + [(2, rows, 1, dim)] * (2 * step + 2)
+    found = [torch.randn(*shape, generator=random, dtype=torch.float64) for shape in shapes]
+    return [each.to(device, dtype).requires_grad_() for each in found]
+
+
+def by_rows(q: Tensor, *kept: Tensor) -> Tensor:
+    """Row i reads rows 0 .. i - j of step 0, and row i - (j - m) of each step m."""
+    step = len(kept) // 2 - 1
+    q, *rows = (each.transpose(1, 2) for each in (q, *kept))
+    keys, values, found = rows[: step + 1], rows[step + 1 :], list[Tensor]()
+    for i in range(step, q.shape[2]):
+        own = [torch.cat([part[m][:, :, i - step + m, None] for m in range(1, step + 1)], 2) for part in (keys, values)]
+        k, v = (
+            torch.cat((part[0][:, :, : i - step + 1], mine), 2) for part, mine in zip((keys, values), own, strict=True)
+        )
+        found.append(((q[:, :, i, None] @ k.mT) * q.shape[3] ** -0.5).softmax(-1) @ v)
+    return torch.cat([torch.zeros_like(q[:, :, :step]), *found], 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("step", "rows"), [(1, 2), (1, 9), (3, 4), (6, 20)])
+def test_a_chains_attention_is_a_loop_over_rows(step: int, rows: int, dtype: torch.dtype) -> None:
+    """Values and gradients of the fused operation and of its reference."""
+    weights = torch.randn(2, rows, 3, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype)
+    found = []
+    for run in (
+        by_rows,
+        lambda q, *kept: chain_attention_reference(q, kept[: step + 1], kept[step + 1 :]),
+        _ChainAttention.apply,
+    ):
+        leaves = drawn(step, rows, dtype)
+        out = run(*leaves)
+        (out * weights).sum().backward()
+        found.append([out.detach(), *(each.grad for each in leaves)])
+    for each in found[1:]:
+        for one, other in zip(each, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_a_gpus_attention_takes_what_it_is_given(step: int) -> None:
+    """Without one: shapes, types and order of what PyTorch's kernels take and give, on a device without numbers."""
+    context = Kept()
+    heads = [9] + [3] * (2 * step + 2)
+    q, *kept = (torch.empty(2, 20, count, 64, device="meta", dtype=torch.bfloat16) for count in heads)
+    with torch.no_grad():
+        out = _ChainAttention.forward(context, q, *kept)
+        gradients = _ChainAttention.backward(context, torch.empty_like(out))
+    assert len(gradients) == len(kept) + 1
+    assert all(each.shape == of.shape for each, of in zip((out, *gradients), (q, q, *kept), strict=True))
+    assert {each.dtype for each in (out, *gradients)} == {torch.bfloat16}
+
+
+class Kept:
+    """What a forward keeps for its backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def test_a_guesss_loss_and_its_gradients_are_those_of_kept_logits() -> None:
+    """Rows without a share count nowhere; a loss that is scaled has scaled gradients."""
+    random, found = torch.Generator().manual_seed(3), []
+    rows, head, logits = (torch.randn(*shape, generator=random) for shape in ((7, 8), (40, 8), (7, 40)))
+    probs, shares = (3 * logits).softmax(1), torch.rand(7, generator=random) * (torch.arange(7) != 2)
+    for fused in (True, False):
+        leaves = [each.clone().requires_grad_() for each in (rows, head)]
+        if fused:
+            loss = _GuessLoss.apply(*leaves, probs, shares)
+        else:
+            loss = (F.cross_entropy(leaves[0] @ leaves[1].T, probs, reduction="none") * shares).sum()
+        (3 * loss).backward()
+        found.append([loss.detach(), *(each.grad for each in leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
