@@ -2,16 +2,24 @@
 
     python benchmarks/drafters.py --output benchmarks/results/drafters_h200.json      about a minute
     python benchmarks/drafters.py --tiny                                              on a CPU, to see that it runs
+    python benchmarks/drafters.py --train 110s --prompts FILE.jsonl --output FILE     about eight minutes
 
 Weights are random: the drafts have the layers of the published ones, and acceptance is synthetic, 2.5 tokens a step.
 The target is loaded once. A step of greedy requests, its draft included, is one CUDA graph, and several are queued:
 this is the device's time, which no host holds up. The median of the rounds counts.
+
+With `--train` the drafters are made: `train-draft` makes one of each kind for SmolLM2, with the same prompts and in the
+same time, and each answers chat20 with each of its windows. Accept lengths are real then.
 """
 
 import argparse
 import gc
+import hashlib
 import json
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import timeit
 from array import array
@@ -71,6 +79,47 @@ ROWS = (
     Row("DFlash tree", "DFLASH", "dflash", (7, 4, 16)),
     Row("DSpark chain", "DSPARK", "dspark", (7, 1, 8)),
 )
+
+
+WINDOWS = {"EAGLE3": ((3, 1, 4), (7, 1, 8)), "DFLASH": ((3, 1, 4), (7, 1, 8)), "DSPARK": ((3, 1, 4), (7, 1, 8))}
+LAST_LINE = re.compile(r"([\d,]+) steps")
+
+
+def trained(time_limit: str, prompts: str, directory: Path, flags: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each window of each kind that is trained. What fails is said, and left out."""
+    for method, windows in WINDOWS.items():
+        draft = directory / method
+        order = ["--method", method, "--prompts", prompts, "--output", str(draft), "--time-limit", time_limit]
+        said = called("train-draft", *order, *flags)
+        if said is None:
+            continue
+        steps = LAST_LINE.findall(said)
+        for num_steps, topk, width in windows:
+            out = directory / f"{method}-{num_steps}.json"
+            numbers = ["--speculative-num-steps", num_steps, "--speculative-eagle-topk", topk]
+            numbers += ["--speculative-num-draft-tokens", width, "--speculative-draft-model-path", draft]
+            given = ["--with-plain", "--prompts", "chat20", "--speculative-algorithm", method, "--output", out]
+            if called("bench", "latency", *map(str, given + numbers), *flags) is None:
+                continue
+            found = json.loads(out.read_text())
+            engine, plain = found["engine"], found["plain"]
+            row = {
+                "drafter": method,
+                "numbers": [num_steps, topk, width],
+                "training_steps": int(steps[-1].replace(",", "")) if steps else 0,
+            }
+            row |= {key: engine[key] for key in ("accept_length", "step_ms", "tokens_per_second")}
+            yield row | {"over_plain": round(engine["tokens_per_second"] / plain["tokens_per_second"], 3)}
+
+
+def called(*words: str) -> str | None:
+    """What `overlap-spec` says; None if it fails, whose last lines are printed."""
+    run = subprocess.run([sys.executable, "-m", "overlap_spec", *words], capture_output=True, text=True, check=False)
+    said = run.stdout + run.stderr
+    if run.returncode:
+        print(" ".join(words[:4]), "failed:", *said.splitlines()[-3:], sep="\n", flush=True)
+        return None
+    return said
 
 
 def write_shapes(directory: Path, tiny: bool) -> None:
@@ -196,11 +245,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
     parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--train", metavar="TIME", help="the time limit of train-draft, of each kind")
+    parser.add_argument("--prompts", help="a file for train-draft")
+    arguments, flags = parser.parse_known_args()
+    if flags and not arguments.train or arguments.train and not arguments.prompts:
+        parser.error(f"--train needs --prompts, and what goes to all commands goes with it: {flags}")
     device = "cpu" if arguments.tiny else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else device
     report: dict[str, Any] = {"benchmark": "drafters", "run": describe_run(name, 1), "committed": COMMITTED, "rows": []}
     with tempfile.TemporaryDirectory() as directory:
+        if arguments.train:
+            digest = hashlib.sha256(Path(arguments.prompts).read_bytes()).hexdigest()
+            report |= {"committed": None, "time_limit": arguments.train, "prompts_sha256": digest}
+            for figures in trained(arguments.train, arguments.prompts, Path(directory), flags):
+                report["rows"].append(figures)
+                print(figures, flush=True)
+                if arguments.output is not None:
+                    write_report(arguments.output, report)
+            return
         write_shapes(Path(directory), arguments.tiny)
         for row, executor, geometry in executors(Path(directory), ROWS, device):
             for batch in BATCHES[:1] if arguments.tiny else BATCHES:

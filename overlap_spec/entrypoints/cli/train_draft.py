@@ -37,7 +37,7 @@ FLAGS = (  # the engine's that go with training
 )
 TRAINED = tuple(methods_where("is_trained"))
 MOST_CONTEXT = 1024  # tokens of a prompt and its answer, where --context-length does not say
-READ_TOGETHER = 8192  # the engine's context on a GPU, which bounds a prefill step of several answers, too
+READ_TOGETHER = 16384  # rows of a prefill step on a GPU; answers end long before a model's context does
 MEMORY = 0.4  # of a GPU's, for weights and caches: training needs the rest
 RUNNING = 512  # answers at once on a GPU
 EVERY_S = 5.0  # between lines
@@ -96,14 +96,18 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
     on_gpu = found.has_cuda and getattr(arguments, "device", "cuda") != "cpu"
     if on_gpu:
         defaults |= {"mem_fraction_static": MEMORY, "max_running_requests": RUNNING}
+        defaults |= {"chunked_prefill_size": READ_TOGETHER}
     config: EngineConfig = engine_config(arguments, **defaults)
     files = resolve_model(config, progress)
     most_tokens = config.context_length or MOST_CONTEXT
+    reads_together = on_gpu and config.context_length is None
     if config.context_length is None:
         context = READ_TOGETHER if on_gpu else MOST_CONTEXT
         config = replace(config, context_length=min(context, files.context_length))
         files = resolve_model(config, progress)
     settings, notes = resolve(config, files, found)
+    if reads_together:  # a step has at most as many rows; no answer is as long as a model's context
+        settings = replace(settings, model=replace(settings.model, max_len=READ_TOGETHER))
     for note in notes:
         _say(note)
     if files.tokenizer_dir is None:
