@@ -77,9 +77,7 @@ def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool 
 
 
 def apart(rows: DeltaRows, sizes: Sizes) -> DeltaRows:
-    """Windows whose rates and decays are from a linear of their own."""
-    if rows.row_starts is not None:
-        return rows
+    """Rows whose rates and decays are from a linear of their own."""
     values = sizes.heads * sizes.dim
     mixed, gates, z = rows.projected.split((sizes.channels, sizes.row - sizes.channels, values), dim=1)
     return rows._replace(projected=torch.cat((mixed, z), dim=1), gates=gates.contiguous())

@@ -37,7 +37,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),
     "end of a window": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": True}, {}),
     "end of a prompt": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": False}, {}),
-    "chunks alone": (prompt_chunks._prepare_kernel, {"BLOCK_V": 128, "EXACT": "tf32"}, {"num_warps": 8}),
+    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": prompt_chunks._ROWS}, {}),
+    "chunks alone": (prompt_chunks._prepare_kernel, {"EXACT": "tf32"}, {}),
     "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
 }
 
@@ -45,7 +46,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
 MAMBA_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),
     "end of a window": (gated_delta._finish_kernel, MAMBA_FINISHES | {"IS_WINDOW": True}, {}),
-    "chunks alone": (prompt_chunks._prepare_kernel, {"BLOCK_V": 64, "EXACT": "tf32"}, {"num_warps": 8}),
+    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": prompt_chunks._ROWS}, {}),
+    "chunks alone": (prompt_chunks._prepare_kernel, {"EXACT": "tf32"}, {}),
     "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
 }
 

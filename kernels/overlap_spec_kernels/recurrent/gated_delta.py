@@ -88,7 +88,7 @@ class DeltaRows(NamedTuple):
     positions: Tensor  # [T] i64
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
     longest: int = 0  # rows that a prompt has at most
-    gates: Tensor | None = None  # [T, G n] of windows, from a linear of their own
+    gates: Tensor | None = None  # [T, G n], from a linear of their own
     are_drawn: bool = False  # with `row_starts`, of one request: token by token, as a window
 
 
@@ -106,8 +106,8 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     columns = size + num_heads * value_dim - (0 if rows.gates is None else gates * num_heads)
     require(projected.shape[1] == columns, "projected", f"[T, {columns}]")
     if rows.gates is not None:
-        fits = by_token and rows.gates.shape == (len(projected), gates * num_heads) and rows.gates.is_contiguous()
-        require(fits, "gates", "[T, G n] of windows, contiguous")
+        fits = rows.gates.shape == (len(projected), gates * num_heads) and rows.gates.is_contiguous()
+        require(fits, "gates", "[T, G n], contiguous")
     of_gates = projected[:, channels:] if rows.gates is None else rows.gates
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
     require(2 <= kernel <= MAX_KERNEL, "conv", f"[C, 2 to {MAX_KERNEL}]")
@@ -135,7 +135,9 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
         sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
         sizes["G"] = gates
         of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
-        recur_over_prompts(places, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS)
+        recur_over_prompts(
+            places, of_gates, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS, rows.gates is not None
+        )
     heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
     out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, heads)
     _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](

@@ -10,8 +10,9 @@ beginning, the values that tokens add solve a triangular system:
 
 Of Mamba-2 (G is 1) nothing is solved: u is v times its step, and a part of v is added to `out`.
 
-What does not depend on the state is computed for all chunks side by side: a row of each matrix for each token. Then a
-program for each block of value columns takes the chunks of a request one after another. Sync: never.
+A first kernel convolves, each column once. A second one computes what does not depend on the state, for all chunks side
+by side: a row of each matrix for each token. Then a program for each block of value columns takes the chunks of a
+request one after another. Sync: never.
 """
 
 from __future__ import annotations
@@ -24,73 +25,108 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2
 
 CHUNK = 64  # positions
 _COLUMNS = 32  # of values, in a program of the second kernel
-_WARPS, _STAGES = 4, 2  # of it
+_WARPS, _STAGES = 4, 3  # of it
 _MIN_DOT = 16  # the smallest side of a product
+_ROWS = 32  # that are convolved in a program
+_PREPARING_WARPS, _PREPARING_REGISTERS = 4, 168  # three programs of a multiprocessor
 
 
 def recur_over_prompts(
-    places: tuple[Tensor, ...], of_layer: tuple[Tensor | None, ...], found: Tensor, longest: int, scale: float,
-    sizes: dict[str, int], eps: float,
+    places: tuple[Tensor, ...], of_gates: Tensor, of_layer: tuple[Tensor | None, ...], found: Tensor, longest: int,
+    scale: float, sizes: dict[str, int], eps: float, are_apart: bool,
 ) -> None:  # fmt: skip
     """Write what each row finds, and the state after the last one. See `gated_delta`, which passes its arguments on.
 
     `longest`: rows that a request has at most. Shapes: found [T, n dv].
     """
     projected, slots, positions, starts, memory, inputs, counts = (*places[:6], places[8])
-    num_rows, num_heads, value_dim = len(projected), sizes["N"], sizes["DV"]
+    num_rows, num_heads, num_keys, value_dim = len(projected), sizes["N"], sizes["M"], sizes["DV"]
     block_k = max(next_power_of_2(sizes["DK"]), _MIN_DOT)
     block_v = max(min(next_power_of_2(value_dim), _COLUMNS), _MIN_DOT)
     # Of each token: queries and keys of a key head, values, rates and decays; rows of two matrices of its chunk.
-    queries, keys = (projected.new_empty(num_rows, sizes["M"], block_k) for _ in range(2))
+    queries, keys = (projected.new_empty(num_rows, num_keys, block_k) for _ in range(2))
     values = torch.empty_like(found)
     products = projected.new_empty(num_rows, num_heads, CHUNK)
     inverses = torch.empty_like(products) if sizes["G"] == 2 else products
     rates, decays = (torch.empty(num_rows, num_heads, dtype=torch.float32, device=found.device) for _ in range(2))
     prepared = (queries, keys, values, inverses, products, rates, decays)
-    shared = {"N": num_heads, "M": sizes["M"], "DK": sizes["DK"], "DV": value_dim, "BLOCK_K": block_k, "L": CHUNK}
-    shared["G"] = sizes["G"]
-    *of_rows, skip = of_layer
+    shared = {"N": num_heads, "M": num_keys, "DK": sizes["DK"], "DV": value_dim, "BLOCK_K": block_k, "G": sizes["G"]}
+    conv, steepness, offset, bias, skip = of_layer
     exact = "tf32x3" if projected.dtype == torch.float32 else "tf32"  # of 16 bits every product is
+    of_values, apart = ceil_div(num_heads * value_dim, block_k), {"C": sizes["C"], "APART": are_apart}
+    _convolve_kernel[(ceil_div(longest, _ROWS), 2 * num_keys + of_values, len(slots))](
+        projected, slots, positions, starts, inputs, counts, conv, bias, *prepared[:3], scale, K=sizes["K"],
+        ROWS=_ROWS, EPS=eps, num_warps=4, **apart, **shared,
+    )  # fmt: skip
     _prepare_kernel[(ceil_div(longest, CHUNK) + 1, num_heads, len(slots))](
-        projected, slots, positions, starts, inputs, counts, *of_rows, *prepared, scale, C=sizes["C"], K=sizes["K"],
-        BLOCK_V=max(next_power_of_2(value_dim), _MIN_DOT), B=CHUNK // 4, EPS=eps, EXACT=exact,
-        num_warps=8, num_stages=1, **shared,
+        of_gates, positions, starts, steepness, offset, *prepared[:2], *prepared[3:], B=CHUNK // 4, L=CHUNK,
+        EXACT=exact, num_warps=_PREPARING_WARPS, num_stages=1, maxnreg=_PREPARING_REGISTERS, **apart, **shared,
     )  # fmt: skip
     _chunks_kernel[(ceil_div(value_dim, block_v), num_heads, len(slots))](
-        slots, positions, starts, memory, skip, *prepared, found, BLOCK_V=block_v, EXACT=exact, num_warps=_WARPS,
-        num_stages=_STAGES, **shared,
+        slots, positions, starts, memory, skip, *prepared, found, BLOCK_V=block_v, L=CHUNK, EXACT=exact,
+        num_warps=_WARPS, num_stages=_STAGES, **shared,
     )  # fmt: skip
 
 
 @TritonKernel
-def _convolved(
-    rows_ptr: tl.tensor, inputs_ptr: tl.tensor, conv_ptr: tl.tensor, bias_ptr: tl.tensor, row: tl.tensor,
-    valid: tl.tensor, fresh: tl.tensor, column: tl.tensor, inside: tl.tensor, C: tl.constexpr, K: tl.constexpr,
-    STRIDE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """SiLU of the convolution of some rows and columns; zeros of rows that are not valid. Shapes: -> [L, columns]."""
-    total = tl.zeros([row.shape[0], column.shape[1]], tl.float32)
-    for offset in tl.static_range(K):
-        source = row + (offset - (K - 1))
-        is_new = valid & (source >= 0) & inside
-        is_old = valid & (source < 0) & inside & (fresh == 0)
-        new = tl.load(rows_ptr + source.to(tl.int64) * STRIDE + column, mask=is_new, other=0.0).to(tl.float32)
-        old = tl.load(inputs_ptr + (source + K - 1) * C + column, mask=is_old, other=0.0).to(tl.float32)
-        weight = tl.load(conv_ptr + column * K + offset, mask=inside, other=0.0).to(tl.float32)
-        total += (new + old) * weight
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        total = tl.where(valid, total + bias, 0.0)
-    return total / (1.0 + tl.exp(-total))
+def _convolve_kernel(
+    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
+    inputs_ptr: tl.tensor, counts_ptr: tl.tensor, conv_ptr: tl.tensor, bias_ptr: tl.tensor, queries_ptr: tl.tensor,
+    keys_ptr: tl.tensor, values_ptr: tl.tensor, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr, APART: tl.constexpr,
+    ROWS: tl.constexpr, EPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per ROWS rows of a request and head of queries or keys, or as many columns of values.
+
+    SiLU of the convolution; of Gated DeltaNet queries and keys have length 1.
+    """
+    STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
+    head, request = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(starts_ptr + request).to(tl.int64)
+    count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
+    if (head == 0) & (tl.program_id(0) == 0):
+        tl.store(counts_ptr + request, 0)
+    if tl.program_id(0) * ROWS < count:
+        row, lane = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, BLOCK_K)
+        valid, is_key = row < count, head < 2 * M
+        channel = tl.where(is_key, head * DK, 2 * M * DK + (head - 2 * M) * BLOCK_K) + lane
+        is_channel = (channel < C) & ((lane < DK) | (head >= 2 * M))
+        lane, column, inside = lane[None, :], channel[None, :], is_channel[None, :]
+        rows_ptr = projected_ptr + begin * STRIDE + column
+        own_inputs = inputs_ptr + tl.load(slots_ptr + request) * (K - 1) * C + column
+        has_old = (tl.program_id(0) == 0) & (tl.load(positions_ptr + begin) > 0)
+        total = tl.zeros((ROWS, BLOCK_K), tl.float32)
+        for offset in tl.static_range(K):
+            source = row + (offset - (K - 1))
+            is_new = valid & (source >= 0) & inside
+            x = tl.load(rows_ptr + source.to(tl.int64) * STRIDE, mask=is_new, other=0.0).to(tl.float32)
+            if has_old:  # what was convolved last
+                is_old = valid & (source < 0) & inside
+                x += tl.load(own_inputs + (source + K - 1) * C, mask=is_old, other=0.0).to(tl.float32)
+            total += x * tl.load(conv_ptr + channel * K + offset, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        total = total / (1.0 + tl.exp(-total))
+        own_row = begin + row
+        if is_key:
+            if G == 2:
+                total = total / tl.sqrt(tl.sum(total * total, 1) + EPS)[:, None]
+            own_head = own_row * M * BLOCK_K + head % M * BLOCK_K + lane
+            if head < M:
+                tl.store(queries_ptr + own_head, total * scale if G == 2 else total, mask=valid)
+            else:
+                tl.store(keys_ptr + own_head, total, mask=valid)
+        else:
+            tl.store(values_ptr + own_row * N * DV + column - 2 * M * DK, total, mask=valid & inside)
 
 
 @TritonKernel
 def _gates(
-    rows_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, row: tl.tensor, valid: tl.tensor,
-    head: tl.tensor, C: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr,
+    gates_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, row: tl.tensor, valid: tl.tensor,
+    head: tl.tensor, N: tl.constexpr, G: tl.constexpr, PITCH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Rates, and logarithms of decays from the chunk's beginning on. Shapes: row, valid [L] -> [L] both."""
-    at = rows_ptr + row.to(tl.int64) * STRIDE + C + head
+    at = gates_ptr + row.to(tl.int64) * PITCH + head
     rate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     step = tl.load(at + (G - 1) * N, mask=valid, other=0.0).to(tl.float32) + tl.load(offset_ptr + head)
     softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
@@ -121,54 +157,28 @@ def _inverted(lower: tl.tensor, line: tl.tensor, B: tl.constexpr, EXACT: tl.cons
 
 @TritonKernel
 def _prepare_kernel(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
-    inputs_ptr: tl.tensor, counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor,
-    bias_ptr: tl.tensor, queries_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor, inverses_ptr: tl.tensor,
-    products_ptr: tl.tensor, rates_ptr: tl.tensor, decays_ptr: tl.tensor, scale: float, C: tl.constexpr,
-    K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, G: tl.constexpr, L: tl.constexpr, B: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    gates_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor, steepness_ptr: tl.tensor,
+    offset_ptr: tl.tensor, queries_ptr: tl.tensor, keys_ptr: tl.tensor, inverses_ptr: tl.tensor,
+    products_ptr: tl.tensor, rates_ptr: tl.tensor, decays_ptr: tl.tensor, C: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr, APART: tl.constexpr,
+    L: tl.constexpr, B: tl.constexpr, EXACT: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per chunk, head and request: what does not depend on the state."""
-    STRIDE: tl.constexpr = C + G * N + N * DV
-    kind = projected_ptr.dtype.element_ty
+    PITCH: tl.constexpr = G * N if APART else C + G * N + N * DV
     head, request = tl.program_id(1), tl.program_id(2)
     begin = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
     start = tl.load(positions_ptr + begin, mask=count > 0, other=0).to(tl.int32)
-    if (head == 0) & (tl.program_id(0) == 0):
-        tl.store(counts_ptr + request, 0)
     first = tl.program_id(0) * L - start % L  # row of the chunk's first position
     if first < count:
-        slot, fresh = tl.load(slots_ptr + request), (start == 0).to(tl.int32)
-        rows_ptr, own_inputs = projected_ptr + begin * STRIDE, inputs_ptr + slot * (K - 1) * C
-        line, lane, value = tl.arange(0, L), tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+        line = tl.arange(0, L)
         row = first + line
         valid = (row >= 0) & (row < count)
-        rows, are_valid, own_row = row[:, None], valid[:, None], begin + row[:, None]
-        key_head = head // (N // M)
-        column = key_head * DK + lane
-        v = _convolved(
-            rows_ptr, own_inputs, conv_ptr, bias_ptr, rows, are_valid, fresh, 2 * M * DK + head * DV + value,
-            value < DV, C, K, STRIDE,
-        )  # fmt: skip
-        tl.store(values_ptr + own_row * N * DV + head * DV + value, v, mask=are_valid & (value < DV))
-        k = _convolved(
-            rows_ptr, own_inputs, conv_ptr, bias_ptr, rows, are_valid, fresh, M * DK + column, lane < DK, C, K, STRIDE,
-        )  # fmt: skip
-        if G == 2:
-            k = k / tl.sqrt(tl.sum(k * k, 1) + EPS)[:, None]
-        k = k.to(kind)
-        q = _convolved(
-            rows_ptr, own_inputs, conv_ptr, bias_ptr, rows, are_valid, fresh, column, lane < DK, C, K, STRIDE
-        )
-        if G == 2:
-            q = q / tl.sqrt(tl.sum(q * q, 1) + EPS)[:, None] * scale
-        q = q.to(kind)
-        own_key = (own_row * M + key_head) * BLOCK_K + lane
-        writes = are_valid & (head % (N // M) == 0)  # the first of the heads that share a key
-        tl.store(keys_ptr + own_key, k, mask=writes)
-        tl.store(queries_ptr + own_key, q, mask=writes)
-        rate, decay = _gates(rows_ptr, steepness_ptr, offset_ptr, row, valid, head, C, N, G, STRIDE)
+        are_valid, own_row = valid[:, None], begin + row[:, None]
+        own_key = (own_row * M + head // (N // M)) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        q = tl.load(queries_ptr + own_key, mask=are_valid, other=0.0)
+        k = tl.load(keys_ptr + own_key, mask=are_valid, other=0.0)
+        rate, decay = _gates(gates_ptr + begin * PITCH, steepness_ptr, offset_ptr, row, valid, head, N, G, PITCH)
         own_gate = (begin + row) * N + head
         tl.store(rates_ptr + own_gate, rate, mask=valid)
         tl.store(decays_ptr + own_gate, decay, mask=valid)

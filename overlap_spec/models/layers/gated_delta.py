@@ -286,8 +286,7 @@ def recurred(
     Shapes: projected [T, R + n dv], gates [T, g n] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
     """
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
-    by_token = rows.state.are_drawn or not rows.state.are_final
-    if gates is not None and not (runs_triton(projected) and by_token):
+    if gates is not None and not runs_triton(projected):
         mixed, gate = projected.split((shape.conv_dim, shape.num_values), dim=1)
         projected, gates = torch.cat((mixed, gates, gate), dim=1), None
     if runs_triton(projected):

@@ -62,9 +62,7 @@ def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
 
 
 def apart(rows: DeltaRows, gates: int) -> DeltaRows:
-    """Windows whose rates and decays are from a linear of their own."""
-    if rows.row_starts is not None:
-        return rows
+    """Rows whose rates and decays are from a linear of their own."""
     mixed, own, z = rows.projected.split((CHANNELS, gates * HEADS, VALUE_DIM * HEADS), dim=1)
     return rows._replace(projected=torch.cat((mixed, z), dim=1), gates=own.contiguous())
 
