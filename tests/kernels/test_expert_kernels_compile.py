@@ -41,6 +41,9 @@ FP8_BLOCKS = FP8 | {"GROUP": 128, "SCALE_ROWS": 128}
 INT4 = FP8 | {"BITS": 4, "GROUP": 128}
 AWQ = INT4 | {"GROUP": 32, "PART": 64, "ZEROS": True}
 LARGE = LISTED | {"PDL": False, "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 3}
+MOST_ROWS = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_E": 128, "ROWS": 128, "REST": 64, "BLOCK_N": 128, "STAGES": 3}
+MOST_ROWS |= {"HALF": 64, "GROUP": 0, "SCALE_ROWS": 1, "GATED": True, "BIASED": True, "CLAMPED": False}
+OF_BLOCKS = {"GROUP": 128, "SCALE_ROWS": 128, "GATED": False}
 FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "BLOCK_M": 16, "BLOCK_N": 32}
 MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
@@ -81,6 +84,8 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "most rows, gated": (products.multiply_kernel, 8, MOST | GATED, "wgmma"),
     "many rows, fp8": (quantized_products.multiply_quantized_kernel, 8, FP8 | LARGE | GATED, "wgmma"),
     "many rows, int4": (quantized_products.multiply_quantized_kernel, 8, INT4 | LARGE | DOWN, "wgmma"),
+    "most rows, fp8": (quantized_products.multiply_many_kernel, 8, MOST_ROWS, "wgmma"),
+    "most rows, blocks": (quantized_products.multiply_many_kernel, 8, MOST_ROWS | OF_BLOCKS, "wgmma"),
     "few rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED, "mma.sync"),
     "few rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | DOWN, "mma.sync"),
     "many rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED | MANY_FLOAT4, "mma.sync"),
@@ -91,6 +96,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "scales": (normed._normalised_kernel, 4, {"BLOCK": 2048, "BLOCK_P": 128, "PDL": True}, "st.global"),
     "logits": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 1, "BLOCK": 16}, "mma.sync"),
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
+    "logits of most rows": (route.router_logits_kernel, 8, ROUTED | {"PARTS": 16, "BLOCK": 128}, "wgmma"),
     "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
     "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
     "choice of groups": (best_of_groups._best_of_groups_kernel, 8, GROUPS, "mma.sync"),
@@ -105,7 +111,7 @@ def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]
     ptx = compiled(kernel, num_warps, constants)["ptx"]
     assert expected in ptx and ".local" not in ptx
-    if "PART" in constants:  # `mma.sync` would add columns of K in another order
+    if constants.keys() & {"PART", "HALF"}:  # `mma.sync` would add columns of K in another order
         assert "mma.sync" not in ptx
 
 
@@ -121,7 +127,7 @@ def compiled(kernel: Any, num_warps: int, constants: dict[str, Any]) -> Any:
     function, types = kernel.compiled, TYPES
     if "FACTORS" in constants:
         types = types | {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
-    if "PART" in constants:
+    if constants.keys() & {"PART", "HALF"}:
         types = types | {"weight_ptr": "*u8"}
     signature = {
         argument: "constexpr"

@@ -243,17 +243,24 @@ def listed_tile(
 
     Shapes: [], [BLOCK_M], [BLOCK_M], [].
     """
+    expert, rank, count, runs = tile_of_expert(counts_ptr, EXPERTS, BLOCK_M, BLOCK_E)
+    rank += tl.arange(0, BLOCK_M)
+    place = tl.load(places_ptr + expert.to(tl.int64) * num_rows + rank, mask=rank < count, other=0)
+    return expert, place, rank < count, runs
+
+
+@TritonKernel
+def tile_of_expert(
+    counts_ptr: tl.tensor, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The expert of a tile of ROWS rows, the rank of its first row, the expert's rows, and whether there is any."""
     each = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + each, mask=each < EXPERTS, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    tiles = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, axis=0)
     expert = tl.sum((ends <= tl.program_id(1)).to(tl.int32), axis=0)
-    runs = expert < EXPERTS
     first = tl.program_id(1) - tl.sum(tl.where(each == expert, ends - tiles, 0), axis=0)
-    rank = first * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = rank < tl.sum(tl.where(each == expert, counts, 0), axis=0)
-    place = tl.load(places_ptr + expert.to(tl.int64) * num_rows + rank, mask=live, other=0)
-    return expert, place, live, runs
+    return expert, first * ROWS, tl.sum(tl.where(each == expert, counts, 0), axis=0), expert < EXPERTS
 
 
 @TritonKernel

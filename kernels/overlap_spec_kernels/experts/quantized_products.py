@@ -8,6 +8,8 @@ it. Of gate and up a program has rows in turn, so that tiles of 64 rows, the sma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from overlap_spec_kernels.experts.products import (
     Tile,
     gate_of,
     listed_tile,
+    tile_of_expert,
     tile_of_place,
     wait_for_choice,
 )
@@ -27,11 +30,25 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 # Rows of x, and of W, of gate and up together: `wgmma` takes 64 or more. A step of the loop is a run of columns.
 _WIDE = Tile(16, 32, 128, 4, 2)  # float32
 _FEW = {True: Tile(16, 64, 128, 4, 3), False: Tile(16, 64, 128, 4, 3)}  # by `gated`
-_SOME, _MANY = Tile(64, 128, 128, 4, 3), Tile(128, 128, 128, 8, 3)
-_AVERAGES = {8: {128: _MANY, 32: _SOME}, 4: {32: _SOME}}  # rows of an expert on average from which they are used
+_SOME = Tile(64, 128, 128, 4, 3)
 
 
-def quantized_tile(num_pairs: int, num_experts: int, gated: bool, bits: int, is_wide: bool = False) -> Tile:
+class ManyRows(NamedTuple):
+    """A tile of many rows of x, of `multiply_many_kernel`."""
+
+    rows: int
+    rest: int
+    columns: int  # of W's rows, of gate and up together
+    warps: int
+    stages: int
+
+
+MANY = ManyRows(128, 64, 128, 8, 3)
+# By bits: rows of an expert on average from which a tile is used.
+_AVERAGES: dict[int, dict[int, Tile | ManyRows]] = {8: {128: MANY, 32: _SOME}, 4: {32: _SOME}}
+
+
+def quantized_tile(num_pairs: int, num_experts: int, gated: bool, bits: int, is_wide: bool = False) -> Tile | ManyRows:
     """`bits`: of a weight's value. `is_wide`: x is of float32."""
     if is_wide:
         return _WIDE
@@ -48,6 +65,9 @@ def multiply_quantized(
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
     tile = quantized_tile(pairs, num_experts, gated, packing.bits, x.element_size() > 2)
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
+    if isinstance(tile, ManyRows):
+        _multiply_many(x, weight, bias, out, places, top_k if first else 1, gated, clamp, tile)
+        return out
     tiles = min(pairs, pairs // tile.rows + num_experts) if places.are_listed else pairs
     multiply_quantized_kernel[(ceil_div(rows, tile.columns), tiles)](
         x,
@@ -85,6 +105,41 @@ def multiply_quantized(
         **dependent_launch(x.device, num_rows),
     )
     return out
+
+
+def _multiply_many(
+    x: Tensor, weight: QuantizedStack, bias: Tensor | None, out: Tensor, places: Places, shared: int, gated: bool,
+    clamp: Clamp | None, tile: ManyRows,
+) -> None:  # fmt: skip
+    (num_experts, rows, size_k), (pairs, size_n), packing = weight.shape, out.shape, weight.packing
+    multiply_many_kernel[(ceil_div(rows, tile.columns), pairs // (tile.rows + tile.rest) + num_experts)](
+        x,
+        weight.data,
+        packing.scales,
+        packing.scales.shape[2],
+        x if bias is None else bias,
+        out,
+        *places[1:],
+        x.stride(0),
+        size_n,
+        len(places.experts),
+        shared,
+        *(clamp or (1.0, 0.0)),
+        SIZE_K=size_k,
+        EXPERTS=num_experts,
+        GROUP=packing.group,
+        SCALE_ROWS=packing.scale_rows,
+        GATED=gated,
+        BIASED=bias is not None,
+        CLAMPED=clamp is not None,
+        ROWS=tile.rows,
+        REST=tile.rest,
+        BLOCK_N=tile.columns,
+        HALF=packing.part // 2,
+        BLOCK_E=next_power_of_2(num_experts),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
@@ -143,16 +198,90 @@ def multiply_quantized_kernel(
                 y = part
         if GROUP == 0:
             y *= tl.load(scales)[:, None]
-        if BIASED:
-            y += tl.load(bias_ptr + first + n).to(tl.float32)[:, None]
-        OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-        result = y
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (OUT, 2, BLOCK_M)), (0, 2, 1)))
-            result = gate_of(gate, up, alpha, limit, GATED, CLAMPED)
-        column = tl.program_id(0) * OUT + tl.arange(0, OUT)
-        to = out_ptr + place.to(tl.int64)[None, :] * size_n + column[:, None]
-        tl.store(to, result, mask=live[None, :] & (column < size_n)[:, None])
+        _finish(y, bias_ptr + first + n, out_ptr, place, live, size_n, alpha, limit, GATED, BIASED, CLAMPED, 1)
+
+
+@TritonKernel
+def _finish(
+    y: tl.tensor, biases: tl.tensor, out_ptr: tl.tensor, place: tl.tensor, live: tl.tensor, size_n: tl.tensor,
+    alpha: float, limit: float, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, RUN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add the biases, apply the gate, and store. Of gate and up there are RUN rows in turn.
+
+    Shapes: y [N, M], biases [N], place, live [M].
+    """
+    if BIASED:
+        y += tl.load(biases).to(tl.float32)[:, None]
+    OUT: tl.constexpr = y.shape[0] // 2 if GATED else y.shape[0]
+    result = y
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (OUT // RUN, 2, RUN, y.shape[1])), (0, 2, 3, 1)))
+        result = tl.reshape(gate_of(gate, up, alpha, limit, GATED, CLAMPED), (OUT, y.shape[1]))
+    column = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    to = out_ptr + place.to(tl.int64)[None, :] * size_n + column[:, None]
+    tl.store(to, result, mask=live[None, :] & (column < size_n)[:, None])
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
+def multiply_many_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, scales_ptr: tl.tensor, scale_stride: int, bias_ptr: tl.tensor,
+    out_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int,
+    shared: int, alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+    REST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    """As `multiply_quantized_kernel` in 8 bits, one program per BLOCK_N rows of W and ROWS + REST rows of x.
+
+    What W is widened to is an operand of all of them, though a tile of them has a power of 2. So an expert of some more
+    than ROWS rows is read once. A step has its columns in two halves: one is widened while the other is multiplied.
+    """
+    expert, rank, count, runs = tile_of_expert(counts_ptr, EXPERTS, ROWS + REST, BLOCK_E)
+    if runs:
+        listed = places_ptr + expert.to(tl.int64) * num_rows
+        own = rank + tl.arange(0, ROWS)
+        place, live = tl.load(listed + own % count), own < count  # past its end a tile reads the expert's rows again
+        rows = size_n.to(tl.int64) * (2 if GATED else 1)  # of an expert's matrix
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if GATED:  # eight of gate's and up's in turn: a thread has a row of a product, and the eighth after it
+            n = n // 16 * 8 + n % 8 + n // 8 % 2 * size_n
+        n = tl.minimum(n, rows - 1)  # none is behind the last
+        first = expert.to(tl.int64) * rows
+        GROUPS: tl.constexpr = SIZE_K // GROUP if GROUP > 0 else 1
+        k = tl.arange(0, HALF)
+        matrix = weight_ptr + (first + n)[:, None] * SIZE_K + k[None, :]
+        scales = scales_ptr + expert.to(tl.int64) * GROUPS * scale_stride + n // SCALE_ROWS
+        x_rows = x_ptr + (place // shared).to(tl.int64)[None, :] * x_stride + k[:, None]
+        y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        own = rank + ROWS + tl.arange(0, REST)
+        rest_place, rest_live = tl.load(listed + own % count), own < count
+        rest_rows = x_ptr + (rest_place // shared).to(tl.int64)[None, :] * x_stride + k[:, None]
+        rest = tl.zeros((BLOCK_N, REST), dtype=tl.float32)
+        for begin in tl.range(0, SIZE_K, 2 * HALF, num_stages=STAGES):
+            one = of_8_bits(tl.load(matrix + begin), x_ptr.dtype.element_ty)
+            two = of_8_bits(tl.load(matrix + begin + HALF), x_ptr.dtype.element_ty)
+            scale = tl.load(scales + begin // GROUP * scale_stride)[:, None] if GROUP > 0 else None
+            y = _with_step(y, one, two, x_rows + begin, scale)
+            rest = _with_step(rest, one, two, rest_rows + begin, scale)
+        if GROUP == 0:
+            scale = tl.load(scales)[:, None]
+            y *= scale
+            rest *= scale
+        biases = bias_ptr + first + n
+        _finish(y, biases, out_ptr, place, live, size_n, alpha, limit, GATED, BIASED, CLAMPED, 8)
+        _finish(rest, biases, out_ptr, rest_place, rest_live, size_n, alpha, limit, GATED, BIASED, CLAMPED, 8)
+
+
+@TritonKernel
+def _with_step(
+    y: tl.tensor, one: tl.tensor, two: tl.tensor, x_rows: tl.tensor, scale: tl.tensor | None
+) -> tl.tensor:  # fmt: skip
+    """The sum with products of two halves of a step, which have a scale of their own if it is not None."""
+    part = y
+    if scale is not None:
+        part = tl.zeros(y.shape, dtype=tl.float32)
+    part = tl.dot(one, tl.load(x_rows), part, input_precision="ieee")
+    part = tl.dot(two, tl.load(x_rows + one.shape[1]), part, input_precision="ieee")
+    return part if scale is None else y + part * scale
 
 
 @TritonKernel

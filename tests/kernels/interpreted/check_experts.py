@@ -137,6 +137,19 @@ def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(("stored", "size", "inner"), [(FORMATS[0], 192, 64), (FORMATS[1], 256, 128)])
+def test_many_rows_of_an_expert_in_8_bits(stored: tuple[int, int, int, bool], size: int, inner: int) -> None:
+    """Of 192 rows that a program has, one expert has more and others have less than 128; of W it has up to 128 rows."""
+    routing, half = routing_of(200, 3, 2), torch.float16
+    assert quantized_products.quantized_tile(400, 3, True, 8) == quantized_products.MANY
+    x = 4 * drawn(200, size, dtype=half)
+    gate_up, down = quantised(3, 2 * inner, size, *stored), quantised(3, size, inner, *stored)
+    for clamp in (None, Clamp(1.702, 0.6)):
+        given = x, gate_up, down, routing, None, clamp
+        found, expected = (run(*given) for run in (_experts_mlp_triton, experts_mlp_reference))
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
 def test_the_first_product_waits_for_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice, or the list of it, comes when a kernel waits: the kernel that makes it runs at the same time."""
     late: list[tuple[Tensor, Tensor]] = []
@@ -275,9 +288,10 @@ def test_an_expert_that_all_rows_have(shared: bool) -> None:
     torch.testing.assert_close(found.weights, expected.weights)
 
 
-def test_the_logits_of_many_rows() -> None:
+@pytest.mark.parametrize("num_rows", [530, 4100])
+def test_the_logits_of_many_rows(num_rows: int) -> None:
     """A program adds all parts, in tiles of more rows and experts."""
-    weight, x = drawn(70, 300, dtype=torch.float16), 20 * drawn(530, 300, dtype=torch.float16)
+    weight, x = drawn(70, 300, dtype=torch.float16), 20 * drawn(num_rows, 300, dtype=torch.float16)
     found = _partial_logits(x, weight)
     assert len(found) == 1 and len(_partial_logits(x[:511], weight)) == 3
     torch.testing.assert_close(found[0], router_logits_reference(x, weight), rtol=1e-4, atol=1e-4)
