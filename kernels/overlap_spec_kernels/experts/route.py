@@ -32,6 +32,7 @@ from overlap_spec_kernels.launch import (
 
 _FEW_ROWS, _MANY_ROWS = 8, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
+_MOST_ROWS, _LARGEST_BLOCK = 4096, 128  # from which programs are enough for the largest one
 _PART = 128  # columns
 _MAX_EXPERTS = 1024
 
@@ -162,7 +163,7 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Logits in parts, of many rows in one. Shapes: -> [parts, T, E] f32."""
     (num_rows, size), num_experts = x.shape, len(weight)
     parts, is_split, is_wide = ceil_div(size, _PART), num_rows < _MANY_ROWS, x.element_size() > 2
-    block = _BLOCK if is_split or is_wide else _LARGE_BLOCK
+    block = _BLOCK if is_split or is_wide else _LARGE_BLOCK if num_rows < _MOST_ROWS else _LARGEST_BLOCK
     partial = _empty(parts if is_split else 1, x, weight)
     router_logits_kernel[(ceil_div(num_experts, block), ceil_div(num_rows, block), len(partial))](
         x,
@@ -175,8 +176,8 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
         PARTS=1 if is_split else parts,
         BLOCK=block,
         BLOCK_K=_PART,
-        num_warps=4,
-        num_stages=4,
+        num_warps=8 if block == _LARGEST_BLOCK else 4,
+        num_stages=3 if block == _LARGEST_BLOCK else 4,
         **dependent_launch(x.device, num_rows),
     )
     return partial
