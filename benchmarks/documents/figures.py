@@ -210,6 +210,11 @@ def _trained(results: Results) -> str:
     return f"{results['trained_draft_h200']['engine']['accept_length']:.2f}"
 
 
+def _trained_wide(results: Results) -> str:
+    """The same with chains of seven guesses."""
+    return f"{results['trained_draft_h200']['wide']['accept_length']:.2f}"
+
+
 FIGURES: dict[str, Callable[[Results], str]] = {
     "steps-8b": partial(_beside, models=[LLAMA]),
     "steps-smollm2": partial(_beside, models=[SMOLLM2]),
@@ -246,6 +251,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "attacks": lambda results: str(len(results["attacks_cpu"]["attacks"]["cases"])),
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "trained": _trained,
+    "trained-wide": _trained_wide,
     "adapt-without": partial(_adapted, name="without"),
     "adapt-learns": partial(_adapted, name="learns_last"),
     "adapt-trained": partial(_adapted, name="trained"),

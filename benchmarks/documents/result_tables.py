@@ -206,6 +206,16 @@ def _constrained_steps(report: Report) -> list[str]:
     return _table(["", "batch", "unconstrained step, ms", "constrained step, ms", "ratio"], rows)
 
 
+def _trained_drafters(report: Report) -> list[str]:
+    rows = [
+        [row["drafter"], str(tuple(row["numbers"])), row["training_steps"], row["accept_length"], row["step_ms"]]
+        + [round(row["tokens_per_second"]), row["over_plain"]]
+        for row in report["rows"]
+    ]
+    head = ["", "window", "training steps", "accept length", "step, ms", "tok/s", "over plain"]
+    return _table(head, rows)
+
+
 def _listed(sentences: list[str]) -> list[str]:
     """Sentences as a list below a table; nothing if there are none."""
     return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
@@ -309,6 +319,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "hybrids": _hybrids,
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
+    "trained_drafters": _trained_drafters,
     "deterministic_price": _deterministic_price,
     "drafters": _drafters,
     "bits_of_alone": _bits_of_alone,
