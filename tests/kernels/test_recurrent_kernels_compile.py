@@ -52,17 +52,27 @@ MAMBA_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
 }
 
 
-def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], other: str = "*bf16", **options: int) -> Any:
+    """`other`: pointers that have no type of their own."""
     function = kernel.compiled
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = dict.fromkeys(I64, "*i64") | {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in FLOAT}
     types["starts_ptr"] = "*i64" if constants.get("IS_WINDOW") else "*i32"
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        name: "constexpr" if name in constants else types.get(name, other if name.endswith("_ptr") else "i32")
         for name in function.arg_names
     }
     by_place = {(function.arg_names.index(name),): value for name, value in constants.items()}
     return triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernel_of_states_fits_into_shared_memory(dtype: str) -> None:
+    kernel, constants, _ = CASES["chunks"]
+    stages = prompt_chunks._STAGES[2 if dtype == "bf16" else 4]
+    exact = {"EXACT": "tf32" if dtype == "bf16" else "tf32x3"}
+    found = compiled(kernel, SIZES | constants | exact, f"*{dtype}", num_stages=stages, num_warps=4)
+    assert 0 < found.metadata.shared <= 232448
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2
 
 CHUNK = 64  # positions
 _COLUMNS = 32  # of values, in a program of the second kernel
-_WARPS, _STAGES = 4, 3  # of it
+_WARPS = 4  # of it
+_STAGES = {2: 3, 4: 2}  # of it, by bytes of a number: shared memory holds no more
 _MIN_DOT = 16  # the smallest side of a product
 _ROWS = 32  # that are convolved in a program
 _PREPARING_WARPS, _PREPARING_REGISTERS = 4, 168  # three programs of a multiprocessor
@@ -53,6 +54,7 @@ def recur_over_prompts(
     shared = {"N": num_heads, "M": num_keys, "DK": sizes["DK"], "DV": value_dim, "BLOCK_K": block_k, "G": sizes["G"]}
     conv, steepness, offset, bias, skip = of_layer
     exact = "tf32x3" if projected.dtype == torch.float32 else "tf32"  # of 16 bits every product is
+    few = {} if projected.dtype == torch.float32 else {"maxnreg": _PREPARING_REGISTERS}
     of_values, apart = ceil_div(num_heads * value_dim, block_k), {"C": sizes["C"], "APART": are_apart}
     _convolve_kernel[(ceil_div(longest, _ROWS), 2 * num_keys + of_values, len(slots))](
         projected, slots, positions, starts, inputs, counts, conv, bias, *prepared[:3], scale, K=sizes["K"],
@@ -60,11 +62,11 @@ def recur_over_prompts(
     )  # fmt: skip
     _prepare_kernel[(ceil_div(longest, CHUNK) + 1, num_heads, len(slots))](
         of_gates, positions, starts, steepness, offset, *prepared[:2], *prepared[3:], B=CHUNK // 4, L=CHUNK,
-        EXACT=exact, num_warps=_PREPARING_WARPS, num_stages=1, maxnreg=_PREPARING_REGISTERS, **apart, **shared,
+        EXACT=exact, num_warps=_PREPARING_WARPS, num_stages=1, **apart, **shared, **few,
     )  # fmt: skip
     _chunks_kernel[(ceil_div(value_dim, block_v), num_heads, len(slots))](
         slots, positions, starts, memory, skip, *prepared, found, BLOCK_V=block_v, L=CHUNK, EXACT=exact,
-        num_warps=_WARPS, num_stages=_STAGES, **shared,
+        num_warps=_WARPS, num_stages=_STAGES[projected.element_size()], **shared,
     )  # fmt: skip
 
 
