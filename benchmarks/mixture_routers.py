@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from overlap_spec_kernels import Routing
-from overlap_spec_kernels.experts.route import chosen_by, logits_of_row, ranks, router_logits_reference
+from overlap_spec_kernels.experts.route import chosen_by, logits_of_row, ranked, router_logits_reference, row_of_program
 from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, next_power_of_2, runs_triton
+from overlap_spec_kernels.launch import TritonKernel, runs_triton
 from torch import Tensor
 
 UNIFORM, ZIPF, SHARED = "uniform", "zipf", "shared"
@@ -60,36 +60,36 @@ class InjectedChoice:
             (self.table, self.step, self.last, self.table.shape[1]),
             STEPS=len(self.table),
             BONUS=BONUS,
-            BLOCK_T=next_power_of_2(self.top_k),
         )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def choose_drawn_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
-    table_ptr: tl.tensor, step_ptr: tl.tensor, last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor,
-    weights_ptr: tl.tensor, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr,
-    TOP_K: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, table_ptr: tl.tensor,
+    step_ptr: tl.tensor, last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr,
+    STEPS: tl.constexpr, BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The largest logits of a row. `most`: rows of the table. Programs: see `logits_of_row`."""
-    logits, has_all = logits_of_row(
-        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
-    )  # fmt: skip
-    if has_all:
-        row = tl.program_id(0)
-        expert, drawing = tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
+    """The largest logits of a row. `most`: rows of the table. Programs: see `row_of_program`."""
+    row = row_of_program(
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
+    )
+    if row >= 0:
+        expert = tl.arange(0, BLOCK)
         step = (tl.load(step_ptr) + row // most) % STEPS
-        drawn_at = table_ptr + (step * most + row % most) * TOP_K + drawing
-        drawn = tl.load(drawn_at, mask=drawing < TOP_K, other=-1)
-        moved = logits + tl.sum((expert[:, None] == drawn[None, :]).to(tl.float32), axis=1) * BONUS
+        drawn: tl.tuple = ()
+        for index in tl.static_range(TOP_K):
+            drawn = drawn + (tl.load(table_ptr + (step * most + row % most) * TOP_K + index),)
+        moved = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
+        for index in tl.static_range(TOP_K):
+            moved += tl.where(expert == drawn[index], BONUS, 0.0)
         moved = tl.where(expert < EXPERTS, moved, float("-inf"))
-        rank = ranks(moved, TOP_K, BLOCK)
-        is_chosen = rank < TOP_K
-        weights = tl.where(is_chosen, tl.exp(moved - tl.max(moved, axis=0)), 0.0)
-        tl.store(experts_ptr + row * TOP_K + rank, expert.to(tl.int64), mask=is_chosen)
-        tl.store(last_ptr + row * TOP_K + rank, expert.to(tl.int64), mask=is_chosen & (row < most))
-        tl.store(weights_ptr + row * TOP_K + rank, weights / tl.sum(weights, axis=0), mask=is_chosen)
+        index, rank = ranked(moved, TOP_K, BLOCK)
+        is_chosen, place = rank < TOP_K, row * TOP_K + rank
+        weights = tl.where(is_chosen, tl.exp(tl.gather(moved, index, 0) - tl.max(moved, axis=0)), 0.0)
+        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
+        tl.store(last_ptr + place, index.to(tl.int64), mask=is_chosen & (row < most))
+        tl.store(weights_ptr + place, weights / tl.sum(weights, axis=0), mask=is_chosen)
 
 
 class Routers:

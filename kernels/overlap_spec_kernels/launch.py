@@ -172,12 +172,17 @@ def check_loading(name: str) -> None:
 
 
 def shared_zeros(size: int, device: torch.device) -> Tensor:
-    """Counters that all launches of a kernel share, made once. Shapes: -> [size] i32.
+    """See `shared_words`."""
+    return shared_words(size, device, 0)
 
-    Raises: NotLoadedError where no kernel may be loaded: made in a capture, they would be zero after its replays alone.
+
+def shared_words(size: int, device: torch.device, value: int) -> Tensor:
+    """Words that all launches of a kernel share, made once, and that have a value between them. Shapes: -> [size] i32.
+
+    Raises: NotLoadedError where no kernel may be loaded: made in a capture, they would have it after its replays alone.
     """
     check_loading("counters")
-    return torch.zeros(size, dtype=torch.int32, device=device)
+    return torch.full((size,), value, dtype=torch.int32, device=device)
 
 
 def _refuse(*, fn: Any, **_: object) -> bool:

@@ -57,7 +57,7 @@ def test_experts(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_rows:
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [*SIZES, (512, 10, 2048, 512)])
 def test_routers(sizes: tuple[int, int, int, int], dtype: torch.dtype, normalised: bool) -> None:
     """Where probabilities are as far apart as rounding explains, the choice is that of float64."""
     experts, top_k, hidden, _ = sizes

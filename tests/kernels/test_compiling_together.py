@@ -14,7 +14,7 @@ import pytest
 import torch
 from overlap_spec_kernels import compile_pool
 from overlap_spec_kernels.compile_pool import _NoDevice, begin_compiler as begin, compiling_together, end_with
-from overlap_spec_kernels.experts.route import row_counters
+from overlap_spec_kernels.experts.route import row_parts
 from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
 from overlap_spec_kernels.linear import quantized_tiles, warpgroup_linear
 from overlap_spec_kernels.linear.packed_products import split_counters
@@ -180,9 +180,11 @@ def test_a_kernel_that_is_not_loaded_is_refused_where_none_may_be(kernel: Triton
             launch(kernel)
         with pytest.raises(NotLoadedError, match="a"):
             _ = in_cuda._function
-        for made in (row_counters, warpgroup_linear.tile_counters, quantized_tiles.tile_counters, split_counters):
+        for made in (warpgroup_linear.tile_counters, quantized_tiles.tile_counters, split_counters):
             with pytest.raises(NotLoadedError, match="counters"):
                 made.__wrapped__(torch.device("cpu"))
+        with pytest.raises(NotLoadedError, match="counters"):
+            row_parts.__wrapped__(5, torch.device("cpu"))
     assert triton.knobs.runtime.jit_cache_hook is None
     check_loading("a")
     assert not split_counters.__wrapped__(torch.device("cpu")).any()

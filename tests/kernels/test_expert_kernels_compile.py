@@ -1,5 +1,6 @@
 """The kernels of mixtures of experts compile for Hopper, with tensor cores for one row too; no GPU is needed."""
 
+import re
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from overlap_spec_kernels.experts import (
     quantized_products,
     route,
 )
+from overlap_spec_kernels.launch import next_power_of_2
 from overlap_spec_kernels.norm import normed
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
@@ -48,9 +50,10 @@ FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "
 MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
-CHOICE = ROUTED | {"PARTS": 16, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
-MANY_ROWS = {"ALONE": False, "PARTS": 1, "PDL": False}
-GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
+CHOICE = ROUTED | {"PARTS": 16, "SHARE": 1, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
+MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512}
+MANY_ROWS = {"SHARE": 0, "PARTS": 1, "PDL": False}
+GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "SHARE": 4, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
 GROUPS |= {"BLOCK_K": 128, "PDL": True}
 TYPES = {
@@ -98,9 +101,10 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
     "logits of most rows": (route.router_logits_kernel, 8, ROUTED | {"PARTS": 16, "BLOCK": 128}, "wgmma"),
     "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
+    "choice of many experts": (route._route_kernel, 4, CHOICE | MOST_EXPERTS, "redux.sync"),
     "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
-    "choice of groups": (best_of_groups._best_of_groups_kernel, 8, GROUPS, "mma.sync"),
-    "choice of groups of many rows": (best_of_groups._best_of_groups_kernel, 8, GROUPS | MANY_ROWS, "st.global"),
+    "choice of groups": (best_of_groups._best_of_groups_kernel, 4, GROUPS, "mma.sync"),
+    "choice of groups of many rows": (best_of_groups._best_of_groups_kernel, 4, GROUPS | MANY_ROWS, "st.global"),
 }
 
 
@@ -113,6 +117,15 @@ def test_it_compiles_without_spills(name: str) -> None:
     assert expected in ptx and ".local" not in ptx
     if constants.keys() & {"PART", "HALF"}:  # `mma.sync` would add columns of K in another order
         assert "mma.sync" not in ptx
+
+
+@pytest.mark.parametrize("experts", [40, 128, 300])
+def test_no_two_warps_read_a_part_of_a_row(experts: int) -> None:
+    """Before and in the loop that waits for parts; a sum of one that is there and one that is not would be lost."""
+    block = next_power_of_2(experts)
+    warps, constants = route.warps_of_choice(block), CHOICE | {"EXPERTS": experts, "BLOCK": block}
+    words = re.findall(r"ld\.volatile\.global(?:\.v(\d))?\.b32", compiled(route._route_kernel, warps, constants)["ptx"])
+    assert sum(int(count or 1) for count in words) * 32 * warps == 2 * CHOICE["PARTS"] * block
 
 
 def test_a_products_sum_does_not_begin_with_a_bias() -> None:

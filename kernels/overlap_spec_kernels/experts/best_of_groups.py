@@ -14,9 +14,10 @@ from torch import Tensor
 from overlap_spec_kernels.experts.route import (
     chosen_by,
     logits_of_row,
-    ranks,
+    ranked,
     require_router,
     router_logits_reference,
+    row_of_program,
 )
 from overlap_spec_kernels.experts.sum_of_experts import Routing
 from overlap_spec_kernels.language import tl
@@ -118,20 +119,21 @@ def _best_of_groups_triton(
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _best_of_groups_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
     correction_ptr: tl.tensor, scale: float, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, TOP_K: tl.constexpr,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The choice of a row; NaN is before all others, as torch sorts it. Programs: see `logits_of_row`."""
-    logits, has_all = logits_of_row(
-        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
-    )  # fmt: skip
-    if has_all:
+    """The choice of a row; NaN is before all others, as torch sorts it. Programs: see `row_of_program`."""
+    row = row_of_program(
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
+    )
+    if row >= 0:
+        logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS
         if SIGMOID:
@@ -148,13 +150,12 @@ def _best_of_groups_kernel(
         if GROUPS > 1:
             group = expert // (EXPERTS // GROUPS)
             order = _among_best_groups(order, group, expert, GROUPS, KEPT, RATED_BY, BLOCK, BLOCK_G)
-        rank = ranks(order, TOP_K, BLOCK)
-        is_chosen = known & (rank < TOP_K)
-        weights = scores
+        index, rank = ranked(order, TOP_K, BLOCK)
+        is_chosen, weights = rank < TOP_K, tl.gather(scores, index, 0)
         if NORMALISED:
             weights = weights / (tl.sum(tl.where(is_chosen, weights, 0.0), axis=0) + TINY)
-        place = tl.program_id(0).to(tl.int64) * TOP_K + rank
-        tl.store(experts_ptr + place, expert.to(tl.int64), mask=is_chosen)
+        place = row.to(tl.int64) * TOP_K + rank
+        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
         tl.store(weights_ptr + place, weights * scale, mask=is_chosen)
 
 

@@ -4,7 +4,8 @@ K is divided into parts by its length alone. Each part is a product of tensor co
 parts are added in their order, whichever kernel does it. So a row's logits have the same bits whatever rows are beside
 it, and however many:
 
-    few rows      one launch: a program for each row, part and tile of experts; the last of a row adds, and chooses
+    few rows      one launch: programs for parts and tiles of rows and experts, then one for each row, which waits for
+                  their numbers, adds, and chooses
     more rows     a program for each part and tile of rows and experts; then one for each row, which adds, and chooses
     many rows     a program for each tile of rows and experts, which adds as well; then one for each row, which chooses
 """
@@ -27,14 +28,17 @@ from overlap_spec_kernels.launch import (
     next_power_of_2,
     require,
     runs_triton,
-    shared_zeros,
+    shared_words,
 )
 
-_FEW_ROWS, _MANY_ROWS = 8, 512  # up to which there is one launch; from which a program adds all parts
+_FEW_ROWS, _MANY_ROWS = 32, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
 _MOST_ROWS, _LARGEST_BLOCK = 4096, 128  # from which programs are enough for the largest one
 _PART = 128  # columns
+_PROGRAMS = 128  # of a tile of few rows, where each has some parts
+_MOST_SHARE = 4  # parts of a program, whose weights it holds
 _MAX_EXPERTS = 1024
+_ABSENT = -1  # bits of a number that is not there yet: a NaN that no product is
 
 
 def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
@@ -84,36 +88,44 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias:
 def chosen_by(
     kernel: TritonKernel, x: Tensor, weight: Tensor, top_k: int, arguments: tuple[Any, ...], **constants: Any
 ) -> Routing:
-    """Launch a kernel that begins with `logits_of_row`, and writes experts and weights after its own arguments.
+    """Launch a kernel that begins with `row_of_program`, and writes experts and weights after its own arguments.
 
     Shapes: x [T, H], weight [E, H] -> [T, top_k] twice. Sync: never.
     """
     (num_rows, size), num_experts = x.shape, len(weight)
-    parts, is_alone = ceil_div(size, _PART), num_rows <= _FEW_ROWS
-    partial = _partial_logits(x, weight) if not is_alone else _empty(parts, x, weight)
+    parts, tiles, is_alone = ceil_div(size, _PART), ceil_div(num_experts, _BLOCK), num_rows <= _FEW_ROWS
+    share = min(next_power_of_2(parts * tiles // _PROGRAMS), _MOST_SHARE)
+    partial = row_parts(parts * num_experts, x.device) if is_alone else _partial_logits(x, weight)
     experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
-    kernel[(num_rows, ceil_div(num_experts, _BLOCK) * parts if is_alone else 1)](
+    block = next_power_of_2(num_experts)
+    programs = tiles * ceil_div(parts, share) * ceil_div(num_rows, _BLOCK) if is_alone else 0
+    kernel[(programs + num_rows,)](
         x,
         weight,
         partial,
-        row_counters(x.device) if is_alone else partial,
         x.stride(0),
+        num_rows,
         *arguments,
         experts,
         weights,
         SIZE_K=size,
         EXPERTS=num_experts,
-        PARTS=len(partial),
-        ALONE=is_alone,
+        PARTS=parts if is_alone else len(partial),
+        SHARE=share if is_alone else 0,
         TOP_K=top_k,
-        BLOCK=next_power_of_2(num_experts),
+        BLOCK=block,
         BLOCK_K=_PART,
         **constants,
-        num_warps=4 if num_experts <= 128 else 8,
+        num_warps=warps_of_choice(block),
         **dependent_launch(x.device, num_rows),
     )
     return Routing(experts, weights)
+
+
+def warps_of_choice(block: int) -> int:
+    """So many that no two of them read a part: one might find it there, and the other not yet."""
+    return min(max(block // 32, 1), 4)
 
 
 def with_common_expert(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
@@ -150,9 +162,9 @@ def _with_common_triton(routing: Routing, x: Tensor, share: Tensor | None, exper
 
 
 @functools.cache
-def row_counters(device: torch.device) -> Tensor:
-    """Programs of each row that have stored their part; zero between kernels. Shapes: -> [rows] i32."""
-    return shared_zeros(_FEW_ROWS, device)
+def row_parts(size: int, device: torch.device) -> Tensor:
+    """Parts of few rows' logits, `size` of a row; between kernels all are absent. Shapes: -> [rows * size] f32."""
+    return shared_words(_FEW_ROWS * size, device, _ABSENT).view(torch.float32)
 
 
 def _empty(parts: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -209,87 +221,134 @@ def router_logits_kernel(
 
 
 @TritonKernel
-def logits_of_row(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The logits of row `program_id(0)`, and whether this program has them: it waits for its inputs.
+def row_of_program(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The row that this program chooses for, after it has waited for its inputs; below 0: none.
 
-    ALONE: a row's programs compute the parts, and the one that is counted last has the sum. Shapes: -> [BLOCK], [].
+    SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there. Shapes: -> [].
     """
-    row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.num_programs(0)
-    has_all = row >= 0
-    if ALONE:
-        part = tl.program_id(1) % PARTS
-        _store_part(x_ptr + row * x_stride, weight_ptr, partial_ptr + (part * num_rows + row) * EXPERTS, part,
-                    tl.program_id(1) // PARTS, SIZE_K, EXPERTS, BLOCK_K, PDL)  # fmt: skip
-        # One thread counts for the program: see `_arrive` of decode attention.
-        tl.debug_barrier()
-        has_all = tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == tl.num_programs(1) - 1
-        if has_all:
-            tl.store(counters_ptr + row, 0)
+    program = tl.program_id(0)
+    if SHARE > 0:
+        RUNS: tl.constexpr = (PARTS + SHARE - 1) // SHARE
+        TILES: tl.constexpr = (EXPERTS + 15) // 16
+        row = program - (num_rows + 15) // 16 * TILES * RUNS
+        if row < 0:
+            expert = program // RUNS % TILES * 16 + tl.arange(0, 16)[None, None, :]
+            part = program % RUNS * SHARE + tl.arange(0, SHARE)[:, None, None]
+            k = part * BLOCK_K + tl.arange(0, BLOCK_K)[None, :, None]
+            inside = (k < SIZE_K) & (expert < EXPERTS)
+            w = tl.load(weight_ptr + expert * SIZE_K + k, mask=inside, other=0.0)  # which no kernel writes
+            wait_for_inputs(PDL)
+            own = (program // (RUNS * TILES) * 16 + tl.arange(0, 16)[None, :, None]).to(tl.int64)
+            k = part * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+            x = tl.load(x_ptr + own * x_stride + k, mask=(own < num_rows) & (k < SIZE_K), other=0.0)
+            logits = tl.dot(x, w, input_precision="ieee")
+            place = partial_ptr + (part * num_rows + own) * EXPERTS + expert
+            tl.store(place, logits, mask=(own < num_rows) & (part < PARTS) & (expert < EXPERTS))
+        else:
+            wait_for_inputs(PDL)
     else:
+        row = program
         wait_for_inputs(PDL)
-    expert = tl.arange(0, BLOCK)
-    logits = tl.zeros((BLOCK,), dtype=tl.float32)
-    if has_all:
-        for index in tl.static_range(PARTS):
-            place = partial_ptr + (index * num_rows + row) * EXPERTS + expert
-            logits += tl.load(place, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
-    return logits, has_all
+    return row
 
 
 @TritonKernel
-def _store_part(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, part: tl.tensor, tile: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """A row's products with 16 experts, of a part of K. No kernel writes the weight: it is read before the wait."""
-    expert = tile * 16 + tl.arange(0, 16)
-    k = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    known, inside = expert < EXPERTS, k < SIZE_K
-    w = tl.load(weight_ptr + expert[None, :] * SIZE_K + k[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-    wait_for_inputs(PDL)
-    x = tl.load(x_ptr + k, mask=inside, other=0.0)
-    logits = tl.dot(tl.broadcast_to(x[None, :], (16, BLOCK_K)), w, input_precision="ieee")  # 16 times the same row
-    is_first = tl.arange(0, 16)[:, None] == 0
-    tl.store(out_ptr + expert[None, :] + tl.zeros((16, 1), tl.int32), logits, mask=is_first & known[None, :])
+def logits_of_row(
+    partial_ptr: tl.tensor, row: tl.tensor, num_rows: int, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The logits of a row, whose parts other programs are still computing if SHARE > 0.
 
-
-@TritonKernel
-def ranks(values: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """How many values come before each: larger ones, and equal ones of lower index. Correct below TOP_K at least.
-
-    Where all pairs fit into registers they are compared at once: TOP_K searches, one after another, take longer.
-    Shapes: [BLOCK], without NaN -> the same, i32.
+    The bits of a number show whether it is there: a count of programs would have to come after it. What is read is
+    absent again. Shapes: -> [BLOCK].
     """
-    index = tl.arange(0, BLOCK)
-    if BLOCK <= 256:
-        is_equal = values[:, None] == values[None, :]
-        before = (values[:, None] > values[None, :]) | (is_equal & (index[:, None] < index[None, :]))
-        return tl.sum(before.to(tl.int32), axis=0)
-    rank = tl.full((BLOCK,), BLOCK, tl.int32)
-    for place in range(TOP_K):
-        largest = tl.max(tl.where(rank < BLOCK, float("-inf"), values), axis=0)
-        is_best = (values == largest) & (rank == BLOCK)
-        rank = tl.where(index == tl.min(tl.where(is_best, index, BLOCK), axis=0), place, rank)
-    return rank
+    expert = tl.arange(0, BLOCK)
+    partial_ptr += row.to(tl.int64) * EXPERTS
+    logits, missing = _sum_of_parts(partial_ptr, expert, num_rows, EXPERTS, PARTS, SHARE)
+    if SHARE > 0:
+        while missing > 0:
+            logits, missing = _sum_of_parts(partial_ptr, expert, num_rows, EXPERTS, PARTS, SHARE)
+        absent = tl.full((BLOCK,), -1, tl.int32).to(tl.float32, bitcast=True)
+        for index in tl.static_range(PARTS):
+            tl.store(partial_ptr + index * num_rows * EXPERTS + expert, absent, mask=expert < EXPERTS)
+    return logits
 
 
 @TritonKernel
+def _sum_of_parts(
+    partial_ptr: tl.tensor, expert: tl.tensor, num_rows: int, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    SHARE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """In their order, and whether any is absent. Shapes: -> [BLOCK], []."""
+    logits, is_absent = tl.zeros(expert.shape, tl.float32), expert < 0
+    for index in tl.static_range(PARTS):
+        place = partial_ptr + index * num_rows * EXPERTS + expert
+        if SHARE > 0:
+            part = tl.load(place, mask=expert < EXPERTS, other=0.0, volatile=True)
+            is_absent |= part.to(tl.int32, bitcast=True) == -1
+        else:
+            part = tl.load(place, mask=expert < EXPERTS, other=0.0)
+        logits += part
+    return logits, tl.max(is_absent.to(tl.int32), axis=0)
+
+
+@TritonKernel
+def ranked(values: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Candidates, among them the TOP_K largest, and how many values come before each: equal ones by their index.
+
+    Where all pairs fit into registers they are compared at once. Of more values each warp looks for the largest of its
+    own, without waiting for another, and those are compared.
+    Shapes: values [BLOCK], without NaN -> indices [C] i32, ranks [C] i32, which are right below TOP_K.
+    """
+    if BLOCK <= 128:
+        index = tl.arange(0, BLOCK)
+        rank = _rank_in_pairs(values, index)
+    else:
+        bits = (values + 0.0).to(tl.int32, bitcast=True)  # 0 has no sign
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of values
+        COLUMNS: tl.constexpr = 64 if BLOCK == 256 else 128
+        ROWS: tl.constexpr = BLOCK // COLUMNS
+        PLACES: tl.constexpr = 16 if TOP_K <= 16 else COLUMNS
+        tl.static_assert(TOP_K <= COLUMNS)
+        key = tl.reshape(key, (ROWS, COLUMNS))
+        column, place = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PLACES)[None, :]
+        best = tl.full((ROWS, PLACES), -(2**31), tl.int32)
+        where = tl.zeros((ROWS, PLACES), tl.int32)
+        for step in range(TOP_K):
+            largest = tl.max(key, axis=1)[:, None]
+            first = tl.min(tl.where(key == largest, column, COLUMNS), axis=1)[:, None]
+            best, where = tl.where(place == step, largest, best), tl.where(place == step, first, where)
+            key = tl.where(column == first, -(2**31), key)
+        index = tl.reshape(where + tl.arange(0, ROWS)[:, None] * COLUMNS, (ROWS * PLACES,))
+        rank = _rank_in_pairs(tl.reshape(best, (ROWS * PLACES,)), index)
+    return index, rank
+
+
+@TritonKernel
+def _rank_in_pairs(values: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """See `ranked`. Shapes: [C]."""
+    is_equal = values[:, None] == values[None, :]
+    before = (values[:, None] > values[None, :]) | (is_equal & (index[:, None] < index[None, :]))
+    return tl.sum(before.to(tl.int32), axis=0)
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _route_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
-    bias_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, bias_ptr: tl.tensor,
+    experts_ptr: tl.tensor, weights_ptr: tl.tensor, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    SHARE: tl.constexpr, TOP_K: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The choice of a row; NaN is before all others. Programs: see `logits_of_row`."""
-    logits, has_all = logits_of_row(
-        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
-    )  # fmt: skip
-    if has_all:
+    """The choice of a row; NaN is before all others. Programs: see `row_of_program`."""
+    row = row_of_program(
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
+    )
+    if row >= 0:
+        logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS
         if BIASED:
@@ -298,13 +357,12 @@ def _route_kernel(
         exponentials = tl.where(known, tl.exp(logits - highest), 0.0)
         probabilities = exponentials / tl.sum(exponentials, axis=0)
         order = tl.where(probabilities == probabilities, probabilities, 2.0)
-        rank = ranks(tl.where(known, order, -1.0), TOP_K, BLOCK)
-        is_chosen = rank < TOP_K
-        weights = probabilities
+        index, rank = ranked(tl.where(known, order, -1.0), TOP_K, BLOCK)
+        is_chosen, weights = rank < TOP_K, tl.gather(probabilities, index, 0)
         if NORMALISED:
             weights = weights / tl.sum(tl.where(is_chosen, weights, 0.0), axis=0)
-        place = tl.program_id(0).to(tl.int64) * TOP_K + rank
-        tl.store(experts_ptr + place, expert.to(tl.int64), mask=is_chosen)
+        place = row.to(tl.int64) * TOP_K + rank
+        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
         tl.store(weights_ptr + place, weights, mask=is_chosen)
 
 

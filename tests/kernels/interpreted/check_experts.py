@@ -27,7 +27,7 @@ from overlap_spec_kernels.experts.route import (
     _with_common_triton,
     route_reference,
     router_logits_reference,
-    row_counters,
+    row_parts,
     with_common_reference,
 )
 from overlap_spec_kernels.experts.stacks import QuantizedStack
@@ -122,7 +122,7 @@ def quantised(num_experts: int, rows: int, columns: int, bits: int, group: int, 
 
 @pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
-@pytest.mark.parametrize("num_rows", [3, 19, 200])
+@pytest.mark.parametrize("num_rows", [3, 1, 19, 200])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_rows: int) -> None:
     """Of few rows, of listed places, and of large tiles. In float16 tiles are as in bfloat16."""
@@ -249,8 +249,10 @@ def test_the_choice(num_rows: int, num_experts: int, top_k: int, size: int, norm
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
-def test_of_equal_experts_the_lower_ones_are_chosen_and_of_nan_the_first() -> None:
-    weight = drawn(3, 32, dtype=torch.float32).repeat(5, 1)
+@pytest.mark.slow_but_every(1)
+@pytest.mark.parametrize("copies", [5, 100])
+def test_of_equal_experts_the_lower_ones_are_chosen_and_of_nan_the_first(copies: int) -> None:
+    weight = drawn(3, 32, dtype=torch.float32).repeat(copies, 1)
     x = 20 * drawn(7, 32, dtype=torch.float32)
     x[3] = torch.nan
     found, expected = _route_triton(x, weight, 6, True), route_reference(x, weight, 6, True)
@@ -261,22 +263,22 @@ def test_of_equal_experts_the_lower_ones_are_chosen_and_of_nan_the_first() -> No
 @pytest.mark.slow_but_every(1)
 @pytest.mark.parametrize("num_experts", [20, 300])
 def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None:
-    """In parts of K, of which the last is short; counters are zero again. More experts than are compared in pairs.
+    """In parts of K, of which the last is short; parts are absent again. More experts than are compared in pairs.
 
     Values are multiples of 1/128, whose sums are exact: NumPy adds the columns of rows that are alike in another order.
     """
     weight, x = (
         (128 * drawn(rows, 300, dtype=torch.float32)).round() / 128 * scale
-        for rows, scale in ((num_experts, 1), (9, 16))
+        for rows, scale in ((num_experts, 1), (33, 16))
     )
     weight[3] = weight[7] = x[1] / 16  # which x[1] chooses, both
     two, expected = _route_triton(x, weight, 6, True), route_reference(x, weight, 6, True)
     assert torch.equal(two.experts, expected.experts)
     torch.testing.assert_close(two.weights, expected.weights, rtol=1e-5, atol=1e-6)
-    for rows in (slice(0, 8), slice(4, 7), slice(8, 9)):
+    for rows in (slice(0, 32), slice(4, 7), slice(32, 33), slice(3, 21)):
         one = _route_triton(x[rows], weight, 6, True)
         assert torch.equal(one.experts, two.experts[rows]) and torch.equal(one.weights, two.weights[rows])
-        assert not row_counters(x.device).any()
+        assert (row_parts(3 * num_experts, x.device).view(torch.int32) == -1).all()
 
 
 @pytest.mark.parametrize("shared", [True, False])
