@@ -30,7 +30,7 @@ from torch import Tensor
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, StackedExperts
-from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.norm import RMSNorm, WideRMSNorm
 
 PLACE = torch.device("cuda", 0)
 BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -193,6 +193,32 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
         order = torch.randperm(256, generator=torch.Generator().manual_seed(num_rows))[:num_rows].to(PLACE)
         assert torch.equal(run(some(x, order)), alone[order]), num_rows
     assert torch.equal(run(many)[1000:1256], alone)
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
+@pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), (40, 3, 512, 1152)])
+def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, int], is_wide: bool) -> None:
+    """With an expert that all rows have, and in turns a result beside: 33 rows are in tiles of Triton."""
+    experts, top_k, hidden, inner = sizes
+    shapes, block = ((2 * inner, hidden), (hidden, inner)), FORMATS["fp8 by block"]
+    gate_up, down = (weight_of(experts + 1, *shape, block, BFLOAT) for shape in shapes)
+    stack = StackedExperts(gate_up, down, num_common=1, share=drawn(1, hidden, dtype=BFLOAT, scale=hidden**-0.5))
+    router = Router(drawn(experts, hidden, dtype=BFLOAT, scale=2 * hidden**-0.5), MostProbable(top_k, True))
+    norm, x, residual = norm_of(hidden, BFLOAT), *(drawn(rows, hidden, dtype=BFLOAT)[-33:] for rows in (33, 34))
+    if is_wide:
+        norm = WideRMSNorm(norm.weight.float(), norm.eps)
+    for shared in (None, drawn(35, hidden, dtype=BFLOAT)[-33:]):
+
+        def add(begin: int, end: int, shared: Tensor | None = shared) -> list[Tensor]:
+            own = None if shared is None else shared[begin:end]
+            out = stack.add(x[begin:end], router(x[begin:end]), residual[begin:end], norm, own)
+            assert out.squares is not None
+            return [out.values, out.weighted, out.squares.t()]
+
+        whole = add(0, 33)
+        for count in (1, 2, 7, 8, 9, 16, 17, 31, 32):
+            for one, other in zip(add(3 % (34 - count), 3 % (34 - count) + count), whole, strict=True):
+                assert torch.equal(one, other[3 % (34 - count) :][:count]), count
 
 
 @sync_mode_warns

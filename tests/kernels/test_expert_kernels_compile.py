@@ -34,7 +34,7 @@ MANY = FEW | LISTED | {"PDL": False, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3}
 MOST = MANY | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4}
 CLAMPED = {"FIRST": True, "GATED": True, "BIASED": True, "CLAMPED": True}
 GATED, DOWN = {"FIRST": True, "GATED": True}, {"FIRST": False, "GATED": False}
-QUANTIZED = {name: value for name, value in FEW.items() if name not in ("ALONE", "BLOCK_K")} | {
+QUANTIZED = {name: value for name, value in FEW.items() if name != "BLOCK_K"} | {
     "BLOCK_N": 64,
     "ZEROS": False,
 }
@@ -47,6 +47,7 @@ MOST_ROWS = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_E": 128, "ROWS": 128, "REST"
 MOST_ROWS |= {"HALF": 64, "GROUP": 0, "SCALE_ROWS": 1, "GATED": True, "BIASED": True, "CLAMPED": False}
 OF_BLOCKS = {"GROUP": 128, "SCALE_ROWS": 128, "GATED": False}
 FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "BLOCK_M": 16, "BLOCK_N": 32}
+FLOAT4 |= {"ALONE": False}
 MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
@@ -80,6 +81,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "few rows": (products.multiply_kernel, 4, FEW | LISTED | DOWN, "mma.sync"),
     "few rows, fp8": (quantized_products.multiply_quantized_kernel, 4, FP8 | GATED, "wgmma"),
     "few rows, blocks": (quantized_products.multiply_quantized_kernel, 4, FP8_BLOCKS | CLAMPED, "wgmma"),
+    "one row, int4": (quantized_products.multiply_quantized_kernel, 4, INT4 | DOWN | {"ALONE": True}, "wgmma"),
     "few rows, int4": (quantized_products.multiply_quantized_kernel, 4, INT4 | DOWN, "wgmma"),
     "few rows, awq": (quantized_products.multiply_quantized_kernel, 4, AWQ | GATED, "wgmma"),
     "many rows, gated": (products.multiply_kernel, 4, MANY | GATED, "wgmma"),

@@ -5,7 +5,8 @@
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
-For one row `sum_of_experts.multiply_and_add` is the last two in one launch, with the same bits.
+For one row `sum_of_experts.multiply_and_add` is the last two in one launch, with the same bits, and for a few rows of
+float8 `quantized_products.sum_down`.
 
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
@@ -22,7 +23,12 @@ from torch import Tensor
 
 from overlap_spec_kernels.experts.float4_products import multiply_float4
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
-from overlap_spec_kernels.experts.quantized_products import multiply_quantized
+from overlap_spec_kernels.experts.quantized_products import (
+    multiply_quantized,
+    streams_gate,
+    streams_sum,
+    sum_down,
+)
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import (
     PART,
@@ -198,6 +204,9 @@ def _experts_add_triton(
     if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
+    if biases is None and isinstance(down, QuantizedStack) and streams_sum(x, down, routing.experts):
+        places = _places(x, gate_up, routing.experts, clamp)
+        return sum_down(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     results = _results(x, gate_up, down, routing, biases, clamp)
     weighted, squares = torch.empty(x.shape, dtype=x.dtype, device=x.device), squares_of(x)
     values = _summed(results, routing.weights, Addition(residual, norm, weighted, squares, shared))
@@ -212,6 +221,13 @@ def _results(
     of_gate_up, of_down = (None, None) if biases is None else biases
     gated = _gated(x, gate_up, of_gate_up, places, clamp)
     return _multiplied(gated, down, of_down, places, False, False, None)
+
+
+def _places(x: Tensor, gate_up: ExpertWeight, experts: Tensor, clamp: Gate | None) -> Places:
+    """Without lists where no product takes them. Shapes: experts [T, k]."""
+    if isinstance(gate_up, QuantizedStack) and clamp is None and streams_gate(x, gate_up, experts):
+        return Places(experts, experts, experts)
+    return places_of(experts, gate_up.shape[0])
 
 
 def _gated(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, places: Places, clamp: Gate | None) -> Tensor:

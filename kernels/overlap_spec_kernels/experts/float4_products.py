@@ -58,6 +58,7 @@ def multiply_float4(
         FACTORS=weight.factors is not None,
         UNIT=weight.unit,
         LISTED=places.are_listed,
+        ALONE=num_rows == 1,
         FIRST=first,
         GATED=gated,
         BIASED=bias is not None,
@@ -79,15 +80,16 @@ def _multiply_float4_kernel(
     out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int,
     size_n: tl.tensor, row_tiles: int, num_rows: int, shared: int, alpha: float, limit: float, SIZE_K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, FACTORS: tl.constexpr, UNIT: tl.constexpr,
-    LISTED: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, ALONE: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. `row_tiles`: of a part of its matrix."""
     wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
-        expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+        expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, ALONE, BLOCK_M, BLOCK_T)
     if not FIRST:
         wait(PDL)
     if runs:

@@ -161,16 +161,12 @@ def multiply_kernel(
     CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. ALONE: x has one row."""
+    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert."""
     wait_for_choice(PDL, FIRST)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
-    elif ALONE:
-        expert = tl.load(experts_ptr + tl.program_id(1))
-        live = tl.arange(0, BLOCK_M) == 0
-        place, runs = tl.where(live, tl.program_id(1), 0), expert >= 0
     else:
-        expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+        expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, ALONE, BLOCK_M, BLOCK_T)
     if not FIRST:
         wait(PDL)
     if runs:
@@ -265,16 +261,24 @@ def tile_of_expert(
 
 @TritonKernel
 def tile_of_place(
-    experts_ptr: tl.tensor, num_rows: int, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """As `listed_tile`, of up to BLOCK_M rows of x: each is a row of the tile, if it has chosen the expert."""
+    experts_ptr: tl.tensor, num_rows: int, TOP_K: tl.constexpr, ALONE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """As `listed_tile`, of up to BLOCK_M rows of x: each is a row of the tile, if it has chosen the expert.
+
+    ALONE: x has one row, so no place is compared with others.
+    """
     row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_T)[None, :]
-    places = row[:, None] * TOP_K + column
-    chosen = tl.load(experts_ptr + places, mask=(row < num_rows)[:, None] & (column < TOP_K), other=-1)
     expert = tl.load(experts_ptr + tl.program_id(1))
-    mine = chosen == expert
-    live = tl.sum(mine.to(tl.int32), axis=1) > 0
-    place = tl.sum(tl.where(mine, places, 0), axis=1)
-    runs = tl.min(tl.where(live, row, BLOCK_M), axis=0) == tl.program_id(1) // TOP_K
+    if ALONE:
+        live, runs = row == 0, expert >= 0
+        place = tl.where(live, tl.program_id(1), 0)
+    else:
+        column = tl.arange(0, BLOCK_T)[None, :]
+        places = row[:, None] * TOP_K + column
+        chosen = tl.load(experts_ptr + places, mask=(row < num_rows)[:, None] & (column < TOP_K), other=-1)
+        mine = chosen == expert
+        live = tl.sum(mine.to(tl.int32), axis=1) > 0
+        place = tl.sum(tl.where(mine, places, 0), axis=1)
+        runs = tl.min(tl.where(live, row, BLOCK_M), axis=0) == tl.program_id(1) // TOP_K
     return expert, place, live, runs

@@ -1,0 +1,284 @@
+// The two products of experts in float8 with a scale for each block of 128 columns, for few rows of x, on Hopper.
+//
+// A warp has 16 rows of W at a time, which are copied in runs to its own shared memory. So much of W is on its way that
+// memory is never idle, and little is left to do when it arrives.
+//
+//     gate_up   a program has 8 columns of gate and up at a time, for up to 8 rows of one expert; its warps divide K.
+//               Each leaves the sums of its blocks of 128 columns, which are scaled and added in their order
+//     sum_down  a program has 16 columns of one row; each warp has an expert. They are added in the order of their
+//               weights, with all that is added to that: see `sum_kernel` of experts_mlp.py, whose bits these are
+//
+// A product adds 16 columns of K at once. A lane takes four neighbouring ones of W, which are others than the
+// instruction names, and the same of x. The sum of 16 products has the same bits in any order.
+//
+// The command line defines the names below. Where they are launched: quantized_products.py.
+//
+//     GROUPS  blocks of 128 columns of a warp     WARPS   of a program: parts of K, or experts of a row
+//     TOP_K   experts of a row                    ROWS    of x in a product: 1 or 8
+//     TILES   of a program, of 8 columns          STAGES  of them that are on their way
+//     SHARED  1: the result of an expert that all rows have is added to the sum
+//     WIDE    1: the weight of the norm is float32
+
+#include "hopper.cuh"
+
+// What the kernels are given; the same fields in quantized_products.py.
+struct Work {
+    const char* weight;        // [E, O, I] float8 e4m3
+    const float* scales;       // [E, I / 128, scale_columns]
+    const u16* x;              // rows x_stride apart
+    const long long* experts;  // [T, TOP_K]
+    u16* out;
+    const float* weights;      // [T, TOP_K]
+    const u16 *shared, *residual;  // [T, O], rows of the residual residual_stride apart
+    const void* norm;          // [O], float32 if WIDE, else bfloat16
+    u16* weighted;             // [T, O]
+    float* squares;            // [O / 16, T]
+    int x_stride, residual_stride;
+    int size_n;                // columns of the result
+    int num_rows;              // T
+    int scale_columns, scale_rows;
+};
+
+constexpr int PLACES = TOP_K < WARPS ? TOP_K : WARPS;  // of `sum_down`, which has a warp for each
+constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
+constexpr int PITCH = COLUMNS + 16;    // rows of W lie in different banks
+constexpr int X_PITCH = 2 * COLUMNS + 16;
+constexpr int X_AT = WARPS * STAGES * 16 * PITCH;  // a warp's columns of the rows of x, after all of W
+
+__device__ __forceinline__ float bfloat16(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+
+// Two of the four values in a word, in bfloat16. Their exponents are 120 too small at first; NaN becomes 480.
+template <u32 BYTES>
+__device__ __forceinline__ u32 widened(u32 word) {
+    u32 values;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(values) : "r"(word), "r"(0), "n"(BYTES));
+    values = static_cast<u32>(static_cast<int>(values) >> 4) & 0x87f087f0;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(values) : "r"(values), "r"(0x7b807b80));
+    return values;
+}
+
+constexpr u32 FIRST_TWO = 0x1804, LAST_TWO = 0x3a24;  // bytes 1, 0 and 3, 2, each above zeros or the lower one's sign
+
+// 16 rows of W of a warp, its columns of some rows of x, and the products of both.
+struct Tile {
+    char *w, *x;  // of the first stage; of the first row
+    u64* barriers;
+    int lane;
+
+    __device__ __forceinline__ Tile(char* memory, u64* all, int warp) {
+        w = memory + warp * STAGES * 16 * PITCH;
+        x = memory + X_AT + warp * ROWS * X_PITCH;
+        barriers = all + warp * STAGES;
+        lane = threadIdx.x % 32;
+        if (lane == 0) {
+#pragma unroll
+            for (int stage = 0; stage < STAGES; ++stage) set_up(barriers + stage, 1);
+            show_to_copies();
+        }
+        __syncwarp();
+    }
+
+    // Rows 0..7 begin at `from`, `pitch` bytes apart, and rows 8..15 `half` bytes behind them.
+    __device__ __forceinline__ void ask(const char* from, long long pitch, long long half, int stage) const {
+        if (lane == 0) expect(barriers + stage, 16 * COLUMNS);
+        __syncwarp();
+        const char* row = from + lane % 8 * pitch + lane / 8 % 2 * half;
+        if (lane < 16) copy_bytes(shared(w + (stage * 16 + lane) * PITCH), row, COLUMNS, shared(barriers + stage));
+    }
+
+    // `from`: the warp's columns of a row.
+    __device__ __forceinline__ void take_x(const u16* from, int row) const {
+#pragma unroll
+        for (int at = lane; at < COLUMNS / 8; at += 32)
+            reinterpret_cast<uint4*>(x + row * X_PITCH)[at] = reinterpret_cast<const uint4*>(from)[at];
+    }
+
+    // What the products of a block take. Lanes g have row `row` of x.
+    __device__ __forceinline__ void load(
+        u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row
+    ) const {
+        u32 from = shared(w + (stage * 16 + lane % 16) * PITCH + lane / 16 * 16 + group * 128);
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair)
+            load_matrices(from + pair * 32, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            columns[i] = *reinterpret_cast<const uint2*>(x + row * X_PITCH + group * 256 + i * 32 + lane % 4 * 8);
+    }
+};
+
+// The sums of a block: rows g and g + 8 of W with columns 2 t and 2 t + 1 of x.
+__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&words)[4][4], const uint2 (&columns)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32 upper = words[i / 2][i % 2 * 2], lower = words[i / 2][i % 2 * 2 + 1];
+        u32 a[4] = {
+            widened<FIRST_TWO>(upper), widened<FIRST_TWO>(lower), widened<LAST_TWO>(upper), widened<LAST_TWO>(lower)
+        };
+        u32 b[2] = {columns[i].x, columns[i].y};
+        multiply16(sums, a, b);
+    }
+}
+
+// `take(group, sums)` of each block of the warp, two of which are multiplied at once.
+template <class Take>
+__device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int row, Take take) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; group += 2) {
+        u32 words[2][4][4];
+        uint2 columns[2][8];
+        float sums[2][4];
+        int last = min(group + 1, GROUPS - 1);
+        tile.load(words[0], columns[0], stage, group, row);
+        tile.load(words[1], columns[1], stage, last, row);
+        multiply(sums[0], words[0], columns[0]);
+        multiply(sums[1], words[1], columns[1]);
+        take(group, sums[0]);
+        if (last > group) take(last, sums[1]);
+    }
+}
+
+// Up to 8 rows of x that have chosen an expert, as columns of a product. A place that is the first, the ninth, .. of its
+// expert has columns: its own, and those of the next seven.
+struct Columns {
+    int count = 1, own;  // place of the lane's own column
+
+    __device__ __forceinline__ Columns(const Work& work, long long expert, int place) : own(place) {
+        if constexpr (ROWS > 1) {
+            int row = threadIdx.x % 32, at = -1;
+#pragma unroll
+            for (int i = 0; i < TOP_K; ++i)
+                if (row < work.num_rows && work.experts[row * TOP_K + i] == expert) at = row * TOP_K + i;
+            u32 rows = __ballot_sync(0xffffffff, at >= 0), before = (1u << place / TOP_K) - 1;
+            count = __popc(rows & before) % 8 ? 0 : min(__popc(rows & ~before), 8);
+            rows &= ~before;
+            int of_column = place / TOP_K;
+#pragma unroll
+            for (int column = 0; column < 8; ++column, rows &= rows - 1)
+                if (column == row / 4 && rows != 0) of_column = __ffs(rows) - 1;
+            own = __shfl_sync(0xffffffff, at, of_column);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_up(const Work work) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ u64 barriers[WARPS * STAGES];
+    __shared__ float scales[WARPS * GROUPS][2];
+    __shared__ float sums[WARPS * GROUPS][16][ROWS];
+    __shared__ int places[8];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = work.size_n / (8 * TILES);
+    int first = blockIdx.x % runs * TILES * 8, place = blockIdx.x / runs;
+    Tile own(memory, barriers, warp);
+    wait_for_kernels_before();
+    let_next_begin();
+    long long expert = work.experts[place];
+    Columns columns(work, expert, place);
+    if (columns.count == 0) return;
+    constexpr long long ROW = WARPS * COLUMNS;
+    const char* from = work.weight + (expert * 2 * work.size_n + first) * ROW + warp * COLUMNS;
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) own.ask(from + stage * 8 * ROW, ROW, work.size_n * ROW, stage);
+    for (int i = threadIdx.x; i < WARPS * GROUPS * 2; i += 32 * WARPS) {
+        int row = first + i % 2 * work.size_n;
+        scales[i / 2][i % 2] =
+            work.scales[(expert * (WARPS * GROUPS) + i / 2) * work.scale_columns + row / work.scale_rows];
+    }
+    for (int column = 0; column < columns.count; ++column) {
+        int at = __shfl_sync(0xffffffff, columns.own, column * 4);
+        own.take_x(work.x + static_cast<long long>(at / TOP_K) * work.x_stride + warp * COLUMNS, column);
+    }
+    if (warp == 0 && lane % 4 == 0) places[lane / 4] = columns.own;
+    __syncwarp();
+    int result = threadIdx.x % 8, of = threadIdx.x / 8;  // column of the result, and of the product
+    for (int tile = 0; tile < TILES; ++tile) {
+        int stage = tile % STAGES;
+        wait(own.barriers + stage, tile / STAGES % 2);
+        multiply_all(own, stage, min(lane / 4, columns.count - 1), [&](int group, const float (&found)[4]) {
+            float(*to)[ROWS] = sums[warp * GROUPS + group];
+            if constexpr (ROWS > 1) {
+                *reinterpret_cast<float2*>(&to[lane / 4][lane % 4 * 2]) = make_float2(found[0], found[1]);
+                *reinterpret_cast<float2*>(&to[lane / 4 + 8][lane % 4 * 2]) = make_float2(found[2], found[3]);
+            } else if (lane % 4 == 0) {
+                to[lane / 4][0] = found[0];
+                to[lane / 4 + 8][0] = found[2];
+            }
+        });
+        __syncwarp();
+        if (tile + STAGES < TILES) own.ask(from + (tile + STAGES) * 8 * ROW, ROW, work.size_n * ROW, stage);
+        __syncthreads();
+        if (of < columns.count) {
+            float gate = 0.0f, up = 0.0f;
+#pragma unroll
+            for (int group = 0; group < WARPS * GROUPS; ++group) {
+                gate = __fmaf_rn(sums[group][result][of], scales[group][0], gate);
+                up = __fmaf_rn(sums[group][result + 8][of], scales[group][1], up);
+            }
+            long long at = static_cast<long long>(places[of]) * work.size_n + first + tile * 8 + result;
+            work.out[at] = rounded(gated(gate, up));
+        }
+        if (tile + 1 < TILES) __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(const Work work) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ u64 barriers[WARPS * STAGES];
+    __shared__ float results[WARPS][16];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = blockIdx.x % work.num_rows, first = blockIdx.x / work.num_rows * 16, place = row * TOP_K + warp;
+    let_next_begin();
+    // The choice, and what is added, were written before the gated product, which waited before this kernel began.
+    Tile own(memory, barriers, warp);
+    long long expert = work.experts[place], columns = static_cast<long long>(row) * work.size_n + first + lane;
+    own.ask(work.weight + (expert * work.size_n + first) * COLUMNS, COLUMNS, 8 * COLUMNS, 0);
+    float scale = 0.0f, residual = 0.0f, beside = 0.0f, norm = 0.0f, weights[PLACES];
+    if (lane < GROUPS)
+        scale = work.scales[(expert * GROUPS + lane) * work.scale_columns + first / work.scale_rows];
+    if (warp == 0 && lane < 16) {
+        residual = bfloat16(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
+        norm = WIDE ? static_cast<const float*>(work.norm)[first + lane]
+                    : bfloat16(static_cast<const u16*>(work.norm)[first + lane]);
+        if constexpr (SHARED) beside = bfloat16(work.shared[columns]);
+#pragma unroll
+        for (int i = 0; i < PLACES; ++i) weights[i] = work.weights[row * TOP_K + i];
+    }
+    wait_for_kernels_before();
+    own.take_x(work.x + static_cast<long long>(place) * work.x_stride, 0);
+    __syncwarp();
+    wait(own.barriers, 0);
+    float upper = 0.0f, lower = 0.0f;
+    multiply_all(own, 0, 0, [&](int group, const float (&found)[4]) {
+        float of_group = __shfl_sync(0xffffffff, scale, group);
+        upper = __fmaf_rn(found[0], of_group, upper);
+        lower = __fmaf_rn(found[2], of_group, lower);
+    });
+    if (lane % 4 == 0) {
+        results[warp][lane / 4] = bfloat16(rounded(upper));
+        results[warp][lane / 4 + 8] = bfloat16(rounded(lower));
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    float total = 0.0f, square = 0.0f;
+    if (lane < 16) {
+#pragma unroll
+        for (int i = 0; i < PLACES; ++i) total = __fmaf_rn(weights[i], results[i][lane], total);
+        if constexpr (SHARED) total = bfloat16(rounded(bfloat16(rounded(total)) + beside));
+        u16 value = rounded(bfloat16(rounded(total)) + residual);
+        float wide = bfloat16(value);
+        work.out[columns] = value;
+        work.weighted[columns] = rounded(wide * norm);
+        square = __fmul_rn(wide, wide);  // not one operation with the sum after it
+    }
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffff, square, step);
+    if (lane == 0) work.squares[first / 16 * work.num_rows + row] = square;
+}

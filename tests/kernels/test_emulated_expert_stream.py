@@ -1,0 +1,136 @@
+"""The products of experts in float8 for few rows, expert_stream.cu, in the emulator against float64 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulators.cuda import CudaEmulator, guarded
+from overlap_spec_kernels import Norm, QuantizedStack, Routing
+from overlap_spec_kernels.experts import quantized_products as products
+from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
+from support.quantized_cases import Case, weight_of
+from torch import Tensor
+
+BFLOAT = torch.bfloat16
+
+
+class Sizes(NamedTuple):
+    """Of a layer whose experts are chosen by some rows."""
+
+    rows: int
+    top_k: int
+    hidden: int
+    inner: int
+    scale_rows: int = 128
+    experts: int = 6
+
+
+CASES = {
+    "one row": Sizes(1, 4, 512, 384),
+    "an expert of all rows, eleven of them": Sizes(11, 3, 1024, 128),
+    "three rows": Sizes(3, 2, 2048, 256, scale_rows=16),
+    "32 rows": Sizes(32, 2, 512, 128),
+}
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    products._stream.cache_clear()
+    cuda_emulator.install(monkeypatch, products)
+    monkeypatch.setattr(products, "runs_hopper", lambda device: True)
+    yield cuda_emulator
+    products._stream.cache_clear()
+
+
+def stack_of(sizes: Sizes, rows: int, columns: int) -> QuantizedStack:
+    case = Case(0, rows, columns, 8, 128, sizes.scale_rows)
+    weights = [weight_of(case, torch.float32) for _ in range(sizes.experts)]
+    stack = QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
+    stack.data.copy_(guarded(stack.data))
+    return stack
+
+
+def routing_of(sizes: Sizes) -> Routing:
+    """The last expert is one that all rows have, and some have others together."""
+    others = torch.stack([torch.randperm(sizes.experts - 1) for _ in range(sizes.rows)])[:, : sizes.top_k - 1]
+    experts = F.pad(others, (0, 1), value=sizes.experts - 1).contiguous()
+    return Routing(experts, torch.rand(experts.shape))
+
+
+def of_places(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
+    """Shapes: x [T * k, I] -> [T * k, O], float64."""
+    matrices = (weight.matrix(int(expert), torch.float64) for expert in experts.flatten())
+    return torch.stack([matrix @ row for matrix, row in zip(matrices, x.double(), strict=True)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gate_and_up(emulator: CudaEmulator, name: str) -> None:
+    sizes = CASES[name]
+    weight, routing = stack_of(sizes, 2 * sizes.inner, sizes.hidden), routing_of(sizes)
+    wide = guarded(torch.randn(sizes.rows, sizes.hidden + 8).to(BFLOAT))
+    x = wide[:, : sizes.hidden]
+    gate, up = of_places(x.repeat_interleave(sizes.top_k, dim=0), weight, routing.experts).chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    assert products.streams_gate(x, weight, routing.experts)
+    for seed in range(2):
+        emulator.seed, emulator.written_before = seed, [wide]
+        found = products._gate_up(x, weight, routing.experts)
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_of_down(emulator: CudaEmulator, name: str) -> None:
+    """With what is added to it, and what the norm after it needs."""
+    sizes = CASES[name]
+    hidden = sizes.hidden // 2
+    weight, routing = stack_of(sizes, hidden, sizes.inner), routing_of(sizes)
+    x = guarded(torch.randn(sizes.rows * sizes.top_k, sizes.inner).to(BFLOAT))
+    residual = torch.randn(sizes.rows, hidden + 8).to(BFLOAT)[:, :hidden]
+    by_place = of_places(x, weight, routing.experts).view(sizes.rows, sizes.top_k, hidden)
+    expected = residual.double() + (routing.weights.double()[:, :, None] * by_place).sum(1)
+    assert products.streams_sum(x, weight, routing.experts)
+    for seed, shared in enumerate((None, torch.randn(sizes.rows, hidden).to(BFLOAT))):
+        emulator.seed, emulator.written_before = seed, [x]
+        norm = Norm(torch.rand(hidden) if shared is None else torch.rand(hidden).to(BFLOAT), 0.1)
+        found = products.sum_down(x, weight, routing, residual, norm, shared)
+        wanted = expected if shared is None else expected + shared.double()
+        close = 2**-7 * float(wanted.abs().max())
+        torch.testing.assert_close(found.values.double(), wanted, rtol=2**-7, atol=close)
+        squares = found.values.float().square().unflatten(1, (-1, 16)).sum(2).t()
+        assert found.squares is not None
+        torch.testing.assert_close(found.squares, squares)
+        assert torch.equal(found.weighted, (found.values.float() * norm.weight.float()).to(BFLOAT))
+
+
+def test_both_are_one_operation(emulator: CudaEmulator) -> None:
+    """Of more rows than tiles without lists take; no kernel lists places."""
+    sizes = CASES["32 rows"]
+    weights = stack_of(sizes, 2 * sizes.inner, sizes.hidden), stack_of(sizes, sizes.hidden, sizes.inner)
+    x, residual = (torch.randn(sizes.rows, sizes.hidden).to(BFLOAT) for _ in range(2))
+    given = x, *weights, routing_of(sizes), residual, Norm(torch.rand(sizes.hidden).to(BFLOAT), 0.1)
+    found, expected = _experts_add_triton(*given), experts_add_reference(*given)
+    close = 2**-6 * float(expected.values.abs().max())
+    torch.testing.assert_close(found.values, expected.values, rtol=2**-6, atol=close)
+
+
+def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
+    """More rows, another type, scales of rows, a K of an odd number of blocks."""
+    sizes = CASES["one row"]
+    weight, experts, x = stack_of(sizes, 256, 512), routing_of(sizes).experts, torch.randn(1, 512).to(BFLOAT)
+    assert products.streams_gate(x, weight, experts) and products.streams_sum(x, weight, experts)
+    assert not products.streams_gate(x.float(), weight, experts)
+    assert not products.streams_gate(x.expand(33, -1), weight, experts.expand(33, -1))
+    of_rows, odd = stack_of(sizes._replace(scale_rows=1), 256, 512), stack_of(sizes, 256, 640)
+    assert not products.streams_gate(x, of_rows, experts) and not products.streams_gate(x, odd, experts)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_it_compiles() -> None:
+    """For a real GPU, as the emulator runs it."""
+    assert products._stream(
+        "gate_up", products._Shape(4, 4, 8, 8), 10, False, False, torch.device("meta")
+    )._code._compile()
