@@ -49,7 +49,8 @@ class Case(NamedTuple):
 
 SMALL_K = {"BLOCK_N": 16, "BLOCK_K": 64, "WARPS_K": 2, "STAGES": 10}
 CASES = {
-    "small": Case(3, 60, 512, BFLOAT, {"BLOCK_K": 256, "STAGES": 6}, {"BLOCK_K": 256, "STAGES": 6}),
+    "small": Case(3, 124, 256, BFLOAT, {"BLOCK_K": 256, "STAGES": 6}, {"BLOCK_K": 256, "STAGES": 6}),
+    "few columns": Case(3, 60, 512, BFLOAT, {"BLOCK_K": 512, "WARPS_K": 8}, {"BLOCK_K": 256, "STAGES": 6}),
     "small, K of 64s": Case(9, 70, 192, HALF, SMALL_K, SMALL_K),
     "small, K of 64s, 33 rows": Case(33, 70, 192, BFLOAT, {"BLOCK_N": 32, "ROWS": 32}, {"BLOCK_N": 32, "ROWS": 32}),
     "large, few rows": Case(5, 280, 768, BFLOAT, {"STAGES": 12}, {"STAGES": 8}),
