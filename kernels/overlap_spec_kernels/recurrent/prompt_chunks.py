@@ -145,13 +145,15 @@ def _inverted(lower: tl.tensor, line: tl.tensor, B: tl.constexpr, EXACT: tl.cons
     lies between, it is (I + N)^-1 D, and the fourth power of N is 0. Shapes: lower [L, L], line [L] 0, 1, .. -> [L, L].
     """
     same = (line // B)[:, None] == (line // B)[None, :]
-    within, between = tl.where(same, lower, 0.0), tl.where(same, 0.0, lower)
-    inverse = (line[:, None] == line[None, :]).to(tl.float32)
+    between = tl.where(same, 0.0, lower)
+    block, row = tl.arange(0, 4), tl.arange(0, B)[None, :, None]
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    within = tl.sum(tl.where(is_own, tl.reshape(lower, (4, B, 4, B)), 0.0), 2)  # [4, B, B]
+    solved = tl.broadcast_to((row == tl.arange(0, B)[None, None, :]).to(tl.float32), (4, B, B))
     for index in range(1, B):
-        is_row = (line % B)[:, None] == index
-        of_rows = tl.sum(tl.where(is_row, within, 0.0), 0)  # a column has that row of its own block
-        solved = tl.sum(of_rows[:, None] * inverse, 0)
-        inverse = tl.where(is_row & same, inverse - solved[None, :], inverse)
+        of_row = tl.sum(tl.where(row == index, within, 0.0), 1)
+        solved = tl.where(row == index, solved - tl.sum(of_row[:, :, None] * solved, 1)[:, None, :], solved)
+    inverse = tl.reshape(tl.where(is_own, solved[:, :, None, :], 0.0), (4 * B, 4 * B))
     n = tl.dot(inverse, between, input_precision=EXACT)
     inverse += tl.dot(tl.dot(n, n, input_precision=EXACT), inverse, input_precision=EXACT)
     return inverse - tl.dot(n, inverse, input_precision=EXACT)
