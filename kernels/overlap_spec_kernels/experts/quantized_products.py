@@ -375,8 +375,11 @@ def multiply_many_kernel(
             one = of_8_bits(tl.load(matrix + begin), x_ptr.dtype.element_ty)
             two = of_8_bits(tl.load(matrix + begin + HALF), x_ptr.dtype.element_ty)
             scale = tl.load(scales + begin // GROUP * scale_stride)[:, None] if GROUP > 0 else None
-            y = _with_step(y, one, two, x_rows + begin, scale)
+            if GATED:  # which order needs fewer registers was measured
+                y = _with_step(y, one, two, x_rows + begin, scale)
             rest = _with_step(rest, one, two, rest_rows + begin, scale)
+            if not GATED:
+                y = _with_step(y, one, two, x_rows + begin, scale)
         if GROUP == 0:
             scale = tl.load(scales)[:, None]
             y *= scale
