@@ -22,6 +22,8 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 
 FEW_ROWS = 16  # rows of x up to which tiles need no list
 _GROUP_BLOCK = 1024  # places that a program looks at together
+_MANY_PAIRS = 16384  # from which on a program looks for two experts at once: all programs read all places
+_MANY_GROUPS = 2, 2048, 8  # experts, places, warps
 _MOST_K = 128  # columns of a step
 
 
@@ -78,8 +80,11 @@ def places_of(experts: Tensor, num_experts: int) -> Places:
         return Places(experts, experts, experts)
     counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     listed = torch.empty((num_experts, num_rows), dtype=torch.int32, device=experts.device)
-    options = dependent_launch(experts.device, num_rows)
-    group_kernel[(num_experts,)](experts, counts, listed, num_rows, pairs, BLOCK=_GROUP_BLOCK, num_warps=4, **options)
+    each, block, warps = _MANY_GROUPS if pairs >= _MANY_PAIRS else (1, _GROUP_BLOCK, 4)
+    group_kernel[(ceil_div(num_experts, each),)](
+        experts, counts, listed, num_rows, pairs, num_experts, BLOCK=block, EACH=each, num_warps=warps,
+        **dependent_launch(experts.device, num_rows),
+    )  # fmt: skip
     return Places(experts, counts, listed)
 
 
@@ -137,19 +142,28 @@ def multiply(
 @TritonKernel.with_options(do_not_specialize=("num_rows", "pairs"))
 def group_kernel(
     experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, pairs: int,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    num_experts: int, BLOCK: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per expert: where it is chosen, ascending, and how often."""
-    expert = tl.program_id(0)
-    count = 0
+    """One program per one or two experts: where each is chosen, ascending, and how often.
+
+    Two are counted at once, in the halves of a number.
+    """
+    expert = tl.program_id(0) * EACH
+    count, other = 0, 0
     wait_for_inputs(PDL)
     for begin in range(0, pairs, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        mine = (tl.load(experts_ptr + place, mask=place < pairs, other=-1) == expert).to(tl.int32)
-        rank = count + tl.cumsum(mine, axis=0) - 1
-        tl.store(places_ptr + expert.to(tl.int64) * num_rows + rank, place, mask=mine > 0)
-        count += tl.sum(mine, axis=0)
+        offset = tl.load(experts_ptr + place, mask=place < pairs, other=-1).to(tl.int32) - expert
+        mine, shift = (offset >= 0) & (offset < EACH), (offset & (EACH - 1)) * 16
+        one = tl.where(mine, 1 << shift, 0)
+        rank = tl.where(shift > 0, other, count) + ((tl.cumsum(one, axis=0) >> shift) & 65535) - 1
+        to = places_ptr + (expert + (offset & (EACH - 1))).to(tl.int64) * num_rows + rank
+        tl.store(to, place, mask=mine)
+        total = tl.sum(one, axis=0)
+        count, other = count + (total & 65535), other + (total >> 16)
     tl.store(counts_ptr + expert, count)
+    if EACH > 1:
+        tl.store(counts_ptr + expert + 1, other, mask=expert + 1 < num_experts)
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))

@@ -89,13 +89,15 @@ def test_the_sum_with_biases(clamp: Clamp | None) -> None:
 
 
 def test_groups_of_more_places_than_a_program_looks_at_together() -> None:
-    routing = routing_of(700, 5, 2)
-    counts, places = torch.zeros(5, dtype=torch.int32), torch.zeros((5, 700), dtype=torch.int32)
-    group_kernel[(5,)](routing.experts, counts, places, 700, 1400, BLOCK=512, PDL=False)
-    expected = dict(expert_rows(routing.experts, 5))
-    assert counts.tolist() == [len(expected.get(expert, ())) for expert in range(5)] and counts[4] == 0
-    for expert, rows in expected.items():
-        assert torch.equal(places[expert, : len(rows)].long(), rows)
+    """Of one expert a program, and of two, of which the last program has one."""
+    routing = routing_of(700, 9, 2)
+    expected = dict(expert_rows(routing.experts, 9))
+    for each in (1, 2):
+        counts, places = torch.full((9,), -1, dtype=torch.int32), torch.zeros((9, 700), dtype=torch.int32)
+        group_kernel[(-(-9 // each),)](routing.experts, counts, places, 700, 1400, 9, BLOCK=512, EACH=each, PDL=False)
+        assert counts.tolist() == [len(expected.get(expert, ())) for expert in range(9)] and counts[8] == 0
+        for expert, rows in expected.items():
+            assert torch.equal(places[expert, : len(rows)].long(), rows)
 
 
 @pytest.mark.parametrize("num_rows", [80, 300])
