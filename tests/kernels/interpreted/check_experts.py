@@ -124,7 +124,7 @@ def quantised(num_experts: int, rows: int, columns: int, bits: int, group: int, 
 
 @pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
-@pytest.mark.parametrize("num_rows", [3, 1, 19, 200])
+@pytest.mark.parametrize("num_rows", [3, 19, 200])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_rows: int) -> None:
     """Of few rows, of listed places, and of large tiles. In float16 tiles are as in bfloat16."""
@@ -150,6 +150,12 @@ def test_many_rows_of_an_expert_in_8_bits(stored: tuple[int, int, int, bool], si
         given = x, gate_up, down, routing, None, clamp
         found, expected = (run(*given) for run in (_experts_mlp_triton, experts_mlp_reference))
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("stored", FORMATS)
+def test_the_sum_of_experts_of_one_row_in_few_bits(stored: tuple[int, int, int, bool]) -> None:
+    test_the_sum_of_experts_in_few_bits(stored, 1)
 
 
 def test_the_first_product_waits_for_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
