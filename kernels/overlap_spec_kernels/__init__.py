@@ -27,8 +27,8 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, NearKeys, 
 from overlap_spec_kernels.attention.trained_chains import (
     attend_own_keys,
     attend_own_keys_back,
-    rotate_heads,
-    rotate_heads_back,
+    split_rotated,
+    split_rotated_back,
 )
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together
@@ -248,8 +248,8 @@ __all__ = [
     "gelu_mul",
     "attend_own_keys",
     "attend_own_keys_back",
-    "rotate_heads",
-    "rotate_heads_back",
+    "split_rotated",
+    "split_rotated_back",
     "soft_cross_entropy",
     "silu_mul",
     "store_tokens",

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from overlap_spec_kernels import (
     attend_own_keys,
     attend_own_keys_back,
-    rotate_heads,
-    rotate_heads_back,
     soft_cross_entropy,
+    split_rotated,
+    split_rotated_back,
 )
 from torch import Tensor
 
@@ -202,16 +202,16 @@ class _Kept:
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """`rotate_heads`."""
+    """`split_rotated`."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos_sin)
-        return rotate_heads(qkv, cos_sin, num_heads, num_kv_heads)
+        return split_rotated(qkv, cos_sin, num_heads, num_kv_heads)
 
     @staticmethod
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None]:
-        return rotate_heads_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
+        return split_rotated_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 
 
 def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -53,10 +53,10 @@ def test_it_compiles_without_spills(name: str, window: int, sinks: bool) -> None
     assert "mma" in ptx and ".local" not in ptx
 
 
-@pytest.mark.parametrize("name", ["rotate_heads", "own_keys", "own_keys_back"])
+@pytest.mark.parametrize("name", ["split_rotated", "own_keys", "own_keys_back"])
 def test_what_trains_chains_compiles_without_spills(name: str) -> None:
     sizes = {"HEADS": 32, "KV_HEADS": 8, "HEADS_BLOCK": 32, "SIZE": 128, "BLOCK": 128, "GROUP": 4, "KV_BLOCK": 8}
-    if name == "rotate_heads":
+    if name == "split_rotated":
         sizes |= {"HEADS_BLOCK": 64, "HALF": 64, "BLOCK": 64, "IS_BACK": True}
     function = vars(trained_chains)[f"_{name}_kernel"].compiled
     constants = {key: value for key, value in sizes.items() if key in function.arg_names}

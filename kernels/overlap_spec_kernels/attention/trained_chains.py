@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention.rope_kv_write import rotate_heads
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, next_power_of_2, require, runs_triton
 
@@ -16,7 +17,7 @@ _NUM_WARPS = 4
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
 
 
-def rotate_heads(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+def split_rotated(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
     """Queries, keys and values of rows; row i of a sample is at place i, by which queries and keys are rotated.
 
     Shapes: qkv [B, L, (h + 2 g) d], cos_sin [L, d], cosines before sines -> [B, L, h, d], 2 [B, L, g, d].
@@ -27,38 +28,37 @@ def rotate_heads(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int
     require(qkv.is_contiguous() and qkv.shape[2] == (num_heads + 2 * num_kv_heads) * size, "qkv", "[B, L, (h + 2 g) d]")
     require(cos_sin.is_contiguous() and len(cos_sin) == length, "cos_sin", "[L, d], contiguous")
     if not runs_triton(qkv):
-        return rotate_heads_reference(qkv, cos_sin, num_heads, num_kv_heads)
+        return split_rotated_reference(qkv, cos_sin, num_heads, num_kv_heads)
     q, k, v = (qkv.new_empty(count, length, heads, size) for heads in (num_heads, num_kv_heads, num_kv_heads))
     _run_rotation(qkv, q, k, v, cos_sin, is_back=False)
     return q, k, v
 
 
-def rotate_heads_back(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
-    """The gradient of `rotate_heads` for `qkv`, from those of its results. Shapes: as there."""
+def split_rotated_back(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
+    """The gradient of `split_rotated` for `qkv`, from those of its results. Shapes: as there."""
     if not runs_triton(q):
-        return rotate_heads_back_reference(q, k, v, cos_sin)
+        return split_rotated_back_reference(q, k, v, cos_sin)
     qkv = q.new_empty(*q.shape[:2], (q.shape[2] + 2 * k.shape[2]) * q.shape[3])
     _run_rotation(qkv, q.contiguous(), k.contiguous(), v.contiguous(), cos_sin, is_back=True)
     return qkv
 
 
-def rotate_heads_reference(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+def split_rotated_reference(qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
     heads = qkv.unflatten(2, (-1, cos_sin.shape[1]))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
     return _rotated(q, cos_sin), _rotated(k, cos_sin), v.contiguous()
 
 
-def rotate_heads_back_reference(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
+def split_rotated_back_reference(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.chunk(2, 1)
     back = torch.cat((cos, -sin), 1)
     return torch.cat((_rotated(q, back), _rotated(k, back), v), 2).flatten(2)
 
 
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Pairs (i, i + d / 2). Shapes: [B, L, h, d]."""
-    cos, sin = cos_sin[:, None].chunk(2, -1)
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    """Shapes: [B, L, h, d]."""
+    places = torch.arange(len(cos_sin), device=x.device).repeat(len(x))
+    return rotate_heads(x.flatten(0, 1), cos_sin, places).view_as(x)
 
 
 def attend_own_keys(q: Tensor, keys: Tensor, values: Tensor, found: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def _sizes(q: Tensor, keys: Tensor) -> dict[str, int]:
 
 def _run_rotation(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, is_back: bool) -> None:
     heads, kv_heads, size = q.shape[2], k.shape[2], q.shape[3]
-    _rotate_heads_kernel[q.shape[0] * q.shape[1],](
+    _split_rotated_kernel[q.shape[0] * q.shape[1],](
         qkv, q, k, v, cos_sin, q.shape[1], HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2,
         HEADS_BLOCK=next_power_of_2(heads + 2 * kv_heads), BLOCK=next_power_of_2(size // 2), IS_BACK=is_back,
         num_warps=_NUM_WARPS,
@@ -162,7 +162,7 @@ def _run_rotation(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor,
 
 
 @TritonKernel
-def _rotate_heads_kernel(
+def _split_rotated_kernel(
     qkv_ptr: tl.tensor, q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, cos_sin_ptr: tl.tensor, length: int,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     IS_BACK: tl.constexpr,

@@ -99,7 +99,7 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         defaults |= {"chunked_prefill_size": READ_TOGETHER}
     config: EngineConfig = engine_config(arguments, **defaults)
     files = resolve_model(config, progress)
-    most_tokens = config.context_length or MOST_CONTEXT
+    most_tokens = config.context_length or min(MOST_CONTEXT, files.context_length)
     reads_together = on_gpu and config.context_length is None
     if config.context_length is None:
         context = READ_TOGETHER if on_gpu else MOST_CONTEXT

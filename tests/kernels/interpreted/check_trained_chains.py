@@ -8,10 +8,10 @@ from overlap_spec_kernels.attention.trained_chains import (
     attend_own_keys_back,
     attend_own_keys_back_reference,
     attend_own_keys_reference,
-    rotate_heads,
-    rotate_heads_back,
-    rotate_heads_back_reference,
-    rotate_heads_reference,
+    split_rotated,
+    split_rotated_back,
+    split_rotated_back_reference,
+    split_rotated_reference,
 )
 
 COUNT, HEADS, KV_HEADS = 2, 6, 2
@@ -23,15 +23,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 12])
-def test_rotate_heads(size: int) -> None:
+def test_split_rotated(size: int) -> None:
     torch.manual_seed(size)
     qkv, cos_sin = torch.randn(COUNT, 5, (HEADS + 2 * KV_HEADS) * size), torch.randn(5, size)
     leaf = qkv.clone().requires_grad_()
-    expected = rotate_heads_reference(leaf, cos_sin, HEADS, KV_HEADS)
+    expected = split_rotated_reference(leaf, cos_sin, HEADS, KV_HEADS)
     grads = [torch.randn_like(each) for each in expected]
     torch.autograd.backward(expected, grads)
-    torch.testing.assert_close(rotate_heads(qkv, cos_sin, HEADS, KV_HEADS), tuple(each.detach() for each in expected))
-    for back in (rotate_heads_back, rotate_heads_back_reference):
+    torch.testing.assert_close(split_rotated(qkv, cos_sin, HEADS, KV_HEADS), tuple(each.detach() for each in expected))
+    for back in (split_rotated_back, split_rotated_back_reference):
         torch.testing.assert_close(back(*grads, cos_sin), leaf.grad)
 
 
