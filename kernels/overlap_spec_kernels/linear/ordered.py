@@ -134,8 +134,8 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
 
     def _run(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype, add: Addition | None = None) -> Call:
         rows = rows_of(x)
-        end = "GATED" if gated else "PLAIN"
-        if cut := ordered_cut_for(rows, self.matrix, gated, self.piece) or ordered_wide_for(rows, self.matrix, end):
+        few = ordered_cut_for(rows, self.matrix, gated, self.piece, add is not None)
+        if cut := few or ordered_wide_for(rows, self.matrix, "GATED" if gated else "PLAIN"):
             call = call_of(x, self.matrix, gated, add, dtype, cut.block_n)
             cut.run(call, cut.num_programs(self.matrix, gated))
         else:
@@ -155,10 +155,10 @@ def piece_of(weight: Tensor) -> int:
     return 32 if size_k % 128 else 64
 
 
-def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int) -> Stream | Tiles | None:
+def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int, adds: bool = False) -> Stream | Tiles | None:
     """The division among programs of `DenseWeight`'s kernels, with sums of K in warps of their own; None: neither.
 
-    `piece`: of `piece_of`.
+    `piece`: of `piece_of`. `adds`: to a residual, with a norm after it.
     """
     if x.dtype not in _DTYPES or not runs_gluon(x.device):
         return None
@@ -166,9 +166,7 @@ def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int) -> Strea
     if size_k % 64 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
     if piece:
-        stages = 10 if piece == 32 else 12 if num_rows <= 16 else 8
-        few = num_rows <= _MOST_STREAMED
-        return Stream(_PART, 2 * piece, 2, 1, stages, late=True, in_order=True) if few else None
+        return _stream_of_pieces(num_rows, piece, adds)
     if size_k % 256 or weight.nbytes < _LARGE:
         return _stream_of_short_rows(num_rows)
     if num_rows <= _MOST_LARGE:
@@ -177,6 +175,17 @@ def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int) -> Strea
         return tiles._replace(splits=1)
     many = num_rows <= _MOST_ROWS and not gated and ceil_div(weight.shape[0], 64) >= _FEW_TILES
     return Tiles(64, 128, 4) if many else None
+
+
+def _stream_of_pieces(num_rows: int, piece: int, adds: bool) -> Stream | None:
+    """Of a small weight. A program that adds has 16 columns, whose squares are one sum of a norm's."""
+    few = Stream(_PART, 2 * piece, 2, 1, 10 if piece == 32 else 12, late=True, in_order=True)
+    if num_rows <= 16:
+        return few
+    few = few._replace(stages=6 if num_rows <= _MOST_STREAMED else 8, most_rows=16)
+    if adds:
+        return few if num_rows <= _MOST_ROWS else None
+    return few._replace(block_n=2 * _PART, warps_n=2) if num_rows <= _MOST_STREAMED else None
 
 
 def _stream_of_large(weight: Tensor, gated: bool) -> Stream:
@@ -237,10 +246,12 @@ def ordered_tiles_for(num_rows: int, size_n: int, gated: bool, piece: int = 0) -
 
     Kinds of tiles end at `_KINDS` rows, so that few prompts before serving compile them all.
     """
-    if piece:  # Not timed: they have twice as many sums in registers, and as many columns at once as the others.
-        block_m = min(max(next_power_of_2(num_rows), 16), 64) if num_rows <= _KINDS[-1] else 128
-        block_n = 32 if num_rows <= 128 else 64
-        return OrderedTiles(block_m, block_n, piece, max(block_m // 16, 4), 3 if piece == 64 else 192 // block_n)
+    if piece:  # They have twice as many sums in registers, and as many columns at once, as the others.
+        if num_rows > _KINDS[-1]:
+            return OrderedTiles(128, 64, piece, 8, 3)
+        if num_rows > 128:
+            return OrderedTiles(64, 64, piece, 4, 4)
+        return OrderedTiles(min(max(next_power_of_2(num_rows), 16), 64), 32, piece, 4, 3 if piece == 64 else 6)
     if num_rows <= 16:
         return OrderedTiles(16, 32, 128, 4, 5 - gated)
     if num_rows <= 32:
@@ -287,11 +298,12 @@ def run_tiles(call: Call, tiles: OrderedTiles | None = None, scales: Tensor | No
     _ordered_linear_kernel[(programs,)](
         *call.tensors(),
         call.given(scales),
-        *call.sizes(),
+        *call.sizes()[:4],
+        call.eps,
         SIZE_K=size_k,
         GATED=call.gated,
         SCALED=scales is not None,
-        NORMED=call.squares is not None,
+        PARTS=call.num_squares,
         ADD=call.residual is not None,
         PIECES=piece > 0,
         BLOCK_M=tiles.block_m,
@@ -305,16 +317,19 @@ def run_tiles(call: Call, tiles: OrderedTiles | None = None, scales: Tensor | No
     )
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ordered_linear_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, squares_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor,
     out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor, scales_ptr: tl.tensor, x_stride: int,
-    residual_stride: int, size_n: tl.tensor, num_rows: int, num_squares: int, eps: float,
-    SIZE_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, ADD: tl.constexpr,
+    residual_stride: int, size_n: tl.tensor, num_rows: int, eps: float,
+    SIZE_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a tile of the result, which walks all of K. PIECES: blocks go to two sums by turns."""
+    """One program for a tile of the result, which walks all of K.
+
+    PIECES: blocks go to two sums by turns. PARTS: sums of squares of a row, of which the norm before it is made.
+    """
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(size_n, BLOCK_N)
     in_group = GROUP * tiles_n
     group, place = tl.program_id(0) // in_group, tl.program_id(0) % in_group
@@ -333,6 +348,8 @@ def _ordered_linear_kernel(
     other, other_up = acc, acc
     MASKED: tl.constexpr = SIZE_K % BLOCK_K != 0
     wait_for_inputs(PDL)
+    if PARTS:
+        scale = _scale_of_rows(squares_ptr + row, num_rows, eps, SIZE_K, PARTS)[:, None]
     for first in range(0, SIZE_K, 2 * BLOCK_K if PIECES else BLOCK_K):
         inside = k < SIZE_K - first
         acc, up = _with_block(acc, up, x_places + first, w_places + first, up_offset, inside, MASKED, GATED)
@@ -346,8 +363,7 @@ def _ordered_linear_kernel(
         acc *= tl.load(scales_ptr + column)[None, :]
         if GATED:
             up *= tl.load(scales_ptr + size_n + column)[None, :]
-    if NORMED:
-        scale = _scale_of_rows(squares_ptr + row, num_rows, num_squares, eps, SIZE_K)[:, None]
+    if PARTS:
         acc *= scale
         up *= scale
     if GATED:
@@ -372,15 +388,15 @@ def _ordered_linear_kernel(
 
 @TritonKernel
 def _scale_of_rows(
-    squares_ptr: tl.tensor, num_rows: int, num_squares: int, eps: float, SIZE_K: tl.constexpr
+    squares_ptr: tl.tensor, num_rows: int, eps: float, SIZE_K: tl.constexpr, PARTS: tl.constexpr
 ) -> tl.tensor:
     """The scale of a norm, as streamed_linear.py has it in order. Shapes: squares [M] pointers -> [M]."""
     ROWS: tl.constexpr = squares_ptr.shape[0]
     total = tl.zeros([ROWS, 8], tl.float32)
-    for first in range(0, num_squares, 8):
+    for first in tl.static_range(0, PARTS, 8):  # loads that do not wait for one another
         part = first + tl.arange(0, 8)
         places = squares_ptr[:, None] + part[None, :].to(tl.int64) * num_rows
-        total += tl.load(places, mask=(part < num_squares)[None, :], other=0.0)
+        total += tl.load(places, mask=(part < PARTS)[None, :], other=0.0)
     total = halves_added(halves_added(halves_added(tl.reshape(total, (ROWS * 8,)), 4), 2), 2)
     return tl.rsqrt(total / SIZE_K + eps)
 

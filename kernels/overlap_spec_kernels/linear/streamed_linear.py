@@ -43,7 +43,8 @@ class Stream(NamedTuple):
     stages: int
     late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
     per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
-    in_order: bool = False  # squares of a row are added up in an order that its neighbours do not change; 2 warps
+    in_order: bool = False  # squares of a row are added up in an order that its neighbours do not change
+    most_rows: int = _BLOCK_ROWS  # of x in a program
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """One program per block of rows of W, or fewer.
@@ -58,7 +59,7 @@ class Stream(NamedTuple):
     def run(self, call: Call, programs: int) -> None:
         """Launch. Sync: never."""
         num_rows = call.x.shape[0]
-        rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
+        rows = min(max(next_power_of_2(num_rows), 8), self.most_rows)
         num_warps = self.warps_k * self.warps_n
         _streamed_linear_kernel[(programs, ceil_div(num_rows, rows))](
             *call.tensors(),
@@ -252,7 +253,8 @@ def _scale_of_rows(
     """
     LANES: gl.constexpr = 8 if IN_ORDER else 32 if ROWS > 32 else ROWS
     PARTS: gl.constexpr = 8 if IN_ORDER else BLOCK_U
-    sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [NUM_WARPS, 1], [1, 0])
+    WARPS: gl.constexpr = 2 if IN_ORDER else NUM_WARPS  # with a part of the parts
+    sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, NUM_WARPS // WARPS], [1, 0])
     part = gl.expand_dims(gl.arange(0, PARTS, gl.SliceLayout(1, sums)), 1)
     m = gl.program_id(1) * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
     squares = gl.zeros([PARTS, ROWS], gl.float32, sums)
