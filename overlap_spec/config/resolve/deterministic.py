@@ -10,9 +10,11 @@ from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings
 from overlap_spec.errors import ConfigError
 
 FLAG = "enable_deterministic_inference"
-RECURRING = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")  # on a GPU in 16 bits alone: others are not tested there
+RECURRING = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "GraniteMoeHybrid")
+# Weights of few bits with which layers that recur are tested on a GPU, as checkpoints store them.
+RECURRING_IN = {"fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), "awq": ("Qwen3_5",), "gptq": ("Qwen3_5",)}
 FAMILIES = {  # all of whose layers the kernels run, by device
-    "cpu": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3", *RECURRING, "GraniteMoeHybrid"),
+    "cpu": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3", *RECURRING),
     "cuda": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", *RECURRING),
 }
 TASKS = ("ForCausalLM", "ForConditionalGeneration")
@@ -89,8 +91,8 @@ def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
     if stored is not None and device == "cpu":
         why = "torch multiplies by such weights on a CPU; use a .gguf file"
         raise ConfigError(FLAG, f"{config.model_path} is quantised, and {why}")
-    if device == "cuda" and named(RECURRING).intersection(names) and (stored or config.quantization):
-        raise ConfigError(FLAG, f"is on a GPU for 16 bits of {', '.join(names)}, and these weights have fewer")
+    if device == "cuda" and named(RECURRING).intersection(names):
+        _check_recurring(config, stored if isinstance(stored, dict) else {}, names)
     if stored is not None and method not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(FLAG, f"{config.model_path} is quantised to {method}: on a GPU it is for {known} and 16 bits")
@@ -98,3 +100,15 @@ def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
     head_dim = int(values.get("head_dim") or int(values.get("hidden_size") or 0) // heads)
     if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
         raise ConfigError(FLAG, f"needs heads of a multiple of 16 up to 256, and this model's have {head_dim}")
+
+
+def _check_recurring(config: EngineConfig, stored: dict[str, object], names: tuple[str, ...]) -> None:
+    """Fewer than 16 bits: where the checkpoint has them, of the formats that are tested."""
+    known = "16 bits, a checkpoint in fp8 by blocks and, of dense models, awq and gptq"
+    method = stored.get("quant_method")
+    if config.quantization is not None:
+        raise ConfigError(FLAG, f"is on a GPU for {known} of {', '.join(names)}, not for --quantization")
+    tested = named(RECURRING_IN.get(str(method), ())).intersection(names)
+    by_tensor = method == "fp8" and not stored.get("weight_block_size")
+    if method is not None and (not tested or by_tensor):
+        raise ConfigError(FLAG, f"is on a GPU for {known} of {', '.join(names)}, not for this {method}")

@@ -51,17 +51,42 @@ def test_a_gpu_keeps_it_in_16_bits() -> None:
 
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 def test_layers_that_recur_keep_it(machine: Machine) -> None:
-    for name in ("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
+    of_text = ("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM")
+    for name in (*of_text, "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
         settings = settle(machine, {"architectures": [name]}, speculative_algorithm="NGRAM")
         assert settings.model.deterministic and settings.scheduler.deterministic, name
-    assert settle(changed={"architectures": ["GraniteMoeHybridForCausalLM"]}, speculative_algorithm="NGRAM")
 
 
-def test_weights_of_few_bits_of_layers_that_recur_are_refused_on_a_gpu() -> None:
-    changed = {"architectures": ["Qwen3NextForCausalLM"]}
-    for other, asked in (({"quantization_config": {"quant_method": "fp8"}}, {}), ({}, {"quantization": "fp8"})):
-        with pytest.raises(ConfigError, match="is on a GPU for 16 bits of Qwen3NextForCausalLM"):
-            settle(GPU, changed=changed | other, speculative_algorithm="NGRAM", **asked)
+BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def recurring(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
+    return {"architectures": [f"{name}ForCausalLM"]} | ({"quantization_config": stored} if stored else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("Qwen3Next", BY_BLOCK), ("Qwen3_5Moe", BY_BLOCK), ("Qwen3_5", BY_BLOCK), ("Qwen3_5", {"quant_method": "awq"})],
+)
+def test_layers_that_recur_keep_it_in_tested_formats(name: str, stored: dict[str, Any]) -> None:
+    assert settle(GPU, changed=recurring(name, stored), speculative_algorithm="NGRAM").model.deterministic
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "asked", "said"),
+    [
+        ("Qwen3Next", {"quant_method": "fp8"}, {}, "not for this fp8"),
+        ("Qwen3Next", {"quant_method": "awq"}, {}, "not for this awq"),
+        ("GraniteMoeHybrid", BY_BLOCK, {}, "not for this fp8"),
+        ("Qwen3_5", {"quant_method": "mxfp4"}, {}, "not for this mxfp4"),
+        ("Qwen3_5", None, {"quantization": "fp8"}, "not for --quantization"),
+    ],
+)
+def test_other_weights_of_few_bits_of_layers_that_recur_are_refused_on_a_gpu(
+    name: str, stored: dict[str, Any] | None, asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"is on a GPU for 16 bits, .*of {name}ForCausalLM, {said}"):
+        settle(GPU, changed=recurring(name, stored), speculative_algorithm="NGRAM", **asked)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +165,6 @@ def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: s
     ("changed", "said"),
     [
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "is on a GPU for models of Llama, .*Qwen3MoeForCausalLM"),
-        ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "is on a GPU for models of Llama, .*GraniteMoeHybrid"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma3ForCausalLM"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised to mxfp4: on a GPU it is for fp8, awq"),
     ],
