@@ -1,15 +1,21 @@
 """What a draft learns while it serves, when traffic moves to another kind of text: records in JSON.
 
-    python benchmarks/adapt_draft.py --output FILE.json --seconds 300 --train 5m --seeds 3   (20 minutes for a seed)
-    python benchmarks/adapt_draft.py --output FILE.json                                      (200 s)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts beside              (four minutes for a seed)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts head trained hits   (eight minutes)
+    python benchmarks/adapt_draft.py --output FILE.json --seconds 60 --train 60s              (200 s)
 
-Servers get the same chats and then the same requests for records, as many at a time: one without the flag and one with
-it, in turns; and one with a head that `train-draft` has trained on such requests alone, beginning with the one that is
-served. So there are three accept lengths, with the flag of the records that come last:
+Servers get the same chats and then the same requests for records, as many at a time: one without the flag, and after
+it one with the flag, in turns with pauses; and one with a head that `train-draft` has trained on such requests alone,
+beginning with the one that is served. So there are three accept lengths, with the flag of the records that come last:
 
     gained = (with the flag - without) / (with the trained head - without)
 
-FILE is written after each part, and a part that is there is not run again. What follows `--` goes to every server.
+`hits`: a server answers long prompts and then gets the trained head. The same prompts again begin in the cache with
+what the older head has left of them. Then the cache is emptied: all of them are computed anew, and once more they are
+hits, of the head that serves.
+
+FILE is written after each part, and a part that is there is not run again; each names its commit. The trained head is
+trained again if its folder beside FILE is gone. What follows `--` goes to every server.
 """
 
 import argparse
@@ -79,17 +85,19 @@ NUMBERS = [
     *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 ]
+EXAMPLES = 12  # in each prompt of `hits`
+KEY = {"Authorization": "Bearer of-this-benchmark"}  # servers without keys take any
 WINDOW_S = 5.0
 LAST = 0.25  # of the time of records: what came last
 SAMPLE = re.compile(r"overlap_spec:(\w+)(?:\{[^}]*\})? ([-+.0-9e]+)$", re.MULTILINE)
 
 
-def record_request(number: int, seed: int) -> str:
+def record_request(number: int, seed: int, examples: int = 1) -> str:
     """Ask for records with some fields."""
     rng = random.Random(f"{seed}/{number}")
     fields = rng.sample(FIELDS, 6)
-    example = json.dumps([{each: rng.choice(NAMES) if each == "name" else rng.randrange(100) for each in fields}])
-    wanted = ", ".join(fields)
+    values = ([rng.choice(NAMES) if each == "name" else rng.randrange(100) for each in fields] for _ in range(examples))
+    example, wanted = json.dumps([dict(zip(fields, each, strict=True)) for each in values]), ", ".join(fields)
     return f"Write a JSON list of eight records with the fields {wanted}. Example: {example}. Answer with JSON alone."
 
 
@@ -130,8 +138,7 @@ class Traffic:
         return sum(tokens for _, tokens in taken) / sum(seconds for seconds, _ in taken)
 
     def metrics(self) -> dict[str, float]:
-        found = httpx.get(f"{self._url}/metrics", timeout=60).text
-        return {name: float(value) for name, value in SAMPLE.findall(found)}
+        return metrics(self._url)
 
     def _send(self, numbers: "count[int]", until: float, records: bool, got: list[int]) -> None:
         with httpx.Client(timeout=120) as client:
@@ -139,10 +146,19 @@ class Traffic:
                 number = next(numbers)
                 record = [{"role": "user", "content": record_request(number, self._seed)}]
                 messages = record if records else self._chats[number % len(self._chats)]
-                body = {"messages": messages, "max_tokens": 160, "seed": number}
-                body |= {"temperature": 0.0 if number % 2 else 0.7}
-                reply = client.post(f"{self._url}/v1/chat/completions", json=body).raise_for_status()
-                got.append(reply.json()["usage"]["completion_tokens"])
+                got.append(completion(client, self._url, messages, number, 0.0 if number % 2 else 0.7))
+
+
+def completion(client: httpx.Client, url: str, messages: list[Any], seed: int, temperature: float) -> int:
+    """Tokens of one answer."""
+    body = {"messages": messages, "max_tokens": 160, "seed": seed, "temperature": temperature}
+    reply = client.post(f"{url}/v1/chat/completions", json=body, headers=KEY).raise_for_status()
+    return int(reply.json()["usage"]["completion_tokens"])
+
+
+def metrics(url: str) -> dict[str, float]:
+    found = httpx.get(f"{url}/metrics", timeout=60, headers=KEY).text
+    return {name: float(value) for name, value in SAMPLE.findall(found)}
 
 
 def window(before: dict[str, float], now: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -179,18 +195,24 @@ def started(stack: ExitStack, name: str, given: argparse.Namespace, head: str, *
 
 
 def beside(seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Servers without the flag and with it, in turns: chats, and then records, the same ones."""
+    """Servers without the flag and with it: chats, and then records, the same ones.
+
+    The one that learns would do so in the other's time, if that had its turn later.
+    """
     flags = {"without": (), "learns": ("--adapt-draft",)}
     with ExitStack() as stack:
         head = str(smollm2.DRAFT)
         services = {name: started(stack, name, given, head, *each) for name, each in flags.items()}  # load at once
         traffic = {name: Traffic(stack.enter_context(each), seed, given.at_once) for name, each in services.items()}
-        chats = {name: each.run(given.chats, False) for name, each in traffic.items()}
-        windows: dict[str, list[dict[str, Any]]] = {name: [] for name in traffic}
-        for _ in range(max(round(given.seconds / given.turn), 1)):
-            windows["without"] += traffic["without"].run(given.rest, True)
-            windows["learns"] += traffic["learns"].run(given.turn, True)
-        return {name: told(services[name], traffic[name], chats[name], windows[name]) for name in traffic}
+        turns, found = max(round(given.seconds / given.turn), 1), dict[str, Any]()
+        for name, each in traffic.items():
+            chats = each.run(given.chats, False)
+            windows = [] if name == "learns" else each.run(turns * given.rest, True)
+            for _ in range(turns if name == "learns" else 0):
+                time.sleep(given.rest)
+                windows += each.run(given.turn, True)
+            found[name] = told(services[name], each, chats, windows)
+        return found
 
 
 def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -200,6 +222,40 @@ def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         traffic = Traffic(service, seed, given.at_once)
         chats, records = traffic.run(given.chats, False), traffic.run(max(given.rest, 10.0), True)
         return told(service, traffic, chats, records)
+
+
+def hits(head: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Accept lengths of the same prompts: with the head that is served, and with another one that takes over."""
+    with ExitStack() as stack:
+        flags = "--admin-api-key", KEY["Authorization"].split()[1]
+        url = stack.enter_context(started(stack, "hits", given, str(smollm2.DRAFT), *flags)).url
+
+        def answered() -> dict[str, float]:
+            before, numbers = metrics(url), iter(range(given.hit_prompts))
+
+            def user() -> None:
+                with httpx.Client(timeout=120) as client:
+                    for number in numbers:
+                        text = record_request(number, -2, EXAMPLES)
+                        completion(client, url, [{"role": "user", "content": text}], number, 0.0)
+
+            users = [threading.Thread(target=user) for _ in range(given.at_once)]
+            for each in users:
+                each.start()
+            for each in users:
+                each.join()
+            time.sleep(2.0)  # for metrics
+            now = metrics(url)
+            cached = now["cached_tokens_total"] - before["cached_tokens_total"]
+            share = cached / (now["prompt_tokens_total"] - before["prompt_tokens_total"])
+            return {"accept_length": window(before, now, 1.0)["accept_length"], "cached": round(share, 3)}
+
+        found = {"served head, computed": answered(), "served head, hits": answered()}
+        body = {"model_path": str(Path(head).resolve())}
+        httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=120, headers=KEY).raise_for_status()
+        found["trained head, hits of the served one"] = answered()
+        httpx.post(f"{url}/flush_cache", timeout=60, headers=KEY).raise_for_status()
+        return found | {"trained head, computed": answered(), "trained head, hits": answered()}
 
 
 def told(
@@ -237,10 +293,14 @@ def trained_head(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`gained`: of the distance to the trained head; `throughput`: with the flag over without, all the time."""
+    """`gained`: of the distance to the trained head; `throughput`: with the flag over without, all the time.
+
+    Without a run of the trained head on this seed's requests, that of the first seed counts: `trained_on`.
+    """
     both = parts[f"beside/{seed}"]
     without, learns = both["without"], both["learns"]
-    trained = parts.get(f"trained/{seed}", {"records": 0.0, "faults": 0})
+    on = seed if f"trained/{seed}" in parts else 0
+    trained = parts.get(f"trained/{on}", {"records": 0.0, "faults": 0})
     distance = trained["records"] - without["records"]
     gained = learns["records_last"] - without["records"]
     return {
@@ -248,6 +308,7 @@ def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
         "without": without["records"],
         "learns_last": learns["records_last"],
         "trained": trained["records"],
+        "trained_on": on,
         "gained": round(gained / distance, 3) if distance > 0 else None,
         "throughput": round(learns["tokens_per_second"] / without["tokens_per_second"], 3),
         "faults": without["faults"] + learns["faults"] + trained["faults"],
@@ -257,13 +318,14 @@ def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True, metavar="FILE.json")
-    parser.add_argument("--parts", nargs="+", default=["head", "trained", "beside"], help="of these, which are run")
+    parser.add_argument("--parts", nargs="+", default=["head", "trained", "beside", "hits"], help="which are run")
     parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag")
     parser.add_argument("--chats", type=float, default=4, help="seconds of chats before")
-    parser.add_argument("--turn", type=float, default=15, help="seconds of them, before the other server's turn")
-    parser.add_argument("--rest", type=float, default=5, help="seconds of a turn without the flag")
+    parser.add_argument("--turn", type=float, default=15, help="seconds of a turn of them")
+    parser.add_argument("--rest", type=float, default=5, help="seconds between turns; without the flag, of one")
     parser.add_argument("--train", default="60s", help="time of train-draft")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--hit-prompts", type=int, default=192)
     parser.add_argument("--at-once", type=int, default=8, help="requests")
     parser.add_argument("--audit-rate", type=float, default=0.05)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -276,19 +338,23 @@ def main() -> None:
     path = Path(given.output)
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"parts": {}}
     parts, device = report["parts"], "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
-    work: dict[str, Callable[[], dict[str, Any]]] = {"head": lambda: trained_head(given)}
+    for part in parts.values():
+        part.setdefault("commit", report["run"]["commit"])
+    head, run = path.with_suffix(".head"), describe_run(device, 1)
+    work: dict[str, Callable[[], dict[str, Any]]] = {"hits": lambda: hits(str(head), given)}
     for seed in range(given.seeds):
-        work[f"trained/{seed}"] = lambda seed=seed: alone(parts["head"]["head"], seed, given)
+        work[f"trained/{seed}"] = partial(alone, str(head), seed, given)
         work[f"beside/{seed}"] = partial(beside, seed, given)
+    work = {name: part for name, part in work.items() if name not in parts and name.partition("/")[0] in given.parts}
+    if "head" in given.parts and not head.is_dir() and not all(name.startswith("beside") for name in work):
+        work = {"head": lambda: trained_head(given)} | work
     for name, part in work.items():
-        if name in parts or name.partition("/")[0] not in given.parts:
-            continue
         begun = time.monotonic()
-        parts[name] = part()
+        parts[name] = {"commit": run["commit"]} | part()
         print(name, f"{time.monotonic() - begun:.0f} s", json.dumps(parts[name]), flush=True)
         summaries = [summary(parts, seed) for seed in range(given.seeds) if f"beside/{seed}" in parts]
         kept = {key: value for key, value in vars(given).items() if key != "output"}
-        report = {"benchmark": "adapt_draft", "run": describe_run(device, 1), "arguments": kept}
+        report = {"benchmark": "adapt_draft", "run": run, "arguments": kept}
         report |= {"summary": summaries, "parts": parts}
         write_report(str(path), report)
     print(json.dumps(report.get("summary"), indent=1))

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from msgspec.structs import replace
@@ -52,6 +53,7 @@ async def measure_latency(
     return {
         **_figures(rows),
         "accept_length": round(accept_length(before, after), 4),
+        "accepted_by_position": accepted_by_position(before, after),
         "requests": [asdict(row) for row in rows],
     }
 
@@ -91,6 +93,13 @@ def accept_length(before: Stats, after: Stats) -> float:
     """Committed tokens per verify step between two reports; 0 without verify steps."""
     steps = after.verify_steps_total - before.verify_steps_total
     return (after.committed_tokens_total - before.committed_tokens_total) / steps if steps else 0.0
+
+
+def accepted_by_position(before: Stats, after: Stats) -> list[float]:
+    """Of the verify steps between two reports, the share that accepted the first guess, the second one, and so on."""
+    steps = max(after.verify_steps_total - before.verify_steps_total, 1)
+    counts = zip_longest(after.accepted_per_position_total, before.accepted_per_position_total, fillvalue=0)
+    return [round((now - then) / steps, 4) for now, then in counts]
 
 
 async def _one(client: Client, prompt: AnyPrompt, sampling: SamplingParams, clock: Clock) -> RequestTimes:

@@ -10,7 +10,7 @@ from overlap_spec.bench import latency
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.runs import Batch, Endpoint, _measure_chats, measure_batch, measure_first_token
 from overlap_spec.bench.workload import GREEDY, SAMPLED, warm_up_prompts
-from overlap_spec.messages import FinishKind
+from overlap_spec.messages import FinishKind, Stats
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 BATCH = Batch(PROMPTS, warm_up_prompts(PROMPTS, 1000), num_tokens=30)
@@ -159,3 +159,11 @@ def test_the_first_token_of_plain_decoding_is_no_decode_step() -> None:
 
 def test_prompts_that_warm_up_are_as_long_as_those_measured() -> None:
     assert [len(prompt) for prompt in warm_up_prompts([[1, 2], [3]], 100)] == [2, 1]
+
+
+def test_guesses_are_counted_by_position() -> None:
+    before = Stats(verify_steps_total=10, accepted_per_position_total=(9, 4))
+    after = Stats(verify_steps_total=18, accepted_per_position_total=(13, 6, 1))
+    assert latency.accepted_by_position(before, after) == [0.5, 0.25, 0.125]
+    assert latency.accepted_by_position(Stats(), after) == [0.7222, 0.3333, 0.0556]
+    assert latency.accepted_by_position(after, after) == [0.0, 0.0, 0.0]

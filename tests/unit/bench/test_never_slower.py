@@ -1,13 +1,16 @@
 """Never slower: a cell's speed, its ratios, and a report that is gone on with."""
 
+import argparse
 import asyncio
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import drafters
 import never_slower
 import pytest
+from drafters import Window, joined, rows_of, trained
 from never_slower import AGAIN, DEFAULT, FIXED_BATCHES, PLAIN, SPEEDS, Case, Progress, Run, known_cases, row_of
 from records.parts import SLOWER_ROWS
 
@@ -108,3 +111,46 @@ def test_a_record_knows_how_many_rows_a_case_has() -> None:
         case = known_cases(None)[f"8b-{mean}"]
         cells = len(case.batches) * len(case.lengths) + len(case.batches) // 2
         assert rows == cells + len(case.turns) + 2 * len(case.falling) + len(case.fixed) * len(FIXED_BATCHES)
+
+
+def test_windows_of_drafts_are_medians_over_plain_decoding_of_the_same_prompts() -> None:
+    def runs(*speeds: float, shares: tuple[float, ...] = ()) -> list[dict[str, Any]]:
+        of_all = {"accept_length": 1.0 + sum(shares), "accepted_by_position": [*shares, 0.0]}
+        return [of_all | {"step_ms": 1 / speed, "tokens_per_second": speed} for speed in speeds]
+
+    plain, chain = Window("plain", (0, 1, 1)), Window("EAGLE3", (3, 1, 4), 8)
+    found = {(plain, "chat20"): runs(10, 30, 20), (chain, "chat20"): runs(60, 30, 90, shares=(0.5, 0.0, 0.25))}
+    found |= {(plain, "copy20"): runs(40), (chain, "copy20"): runs(20)}
+    rows = rows_of(found, {"kind": "EAGLE3", "commit": "abc"})
+    assert [row["over_plain"] for row in rows] == [1.0, 3.0, 1.0, 0.5]
+    assert [row["accepted_by_position"] for row in rows] == [[], [0.5, 0.0, 0.25], [], []]
+    assert rows[1] | {"accept_length": 1.75, "copied": 8, "turns": 3, "commit": "abc", "step_ms": 0.0167} == rows[1]
+
+
+def test_runs_of_other_kinds_are_joined_if_they_had_the_same_prompts_and_time(tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{name}.json") for name in "abc"]
+    for file, limit in zip(files, ("8m", "8m", "1m"), strict=True):
+        report = {"run": {"device": "H200"}, "time_limit": limit, "prompts_sha256": "1", "rows": [{"commit": file}]}
+        Path(file).write_text(json.dumps(report))
+    assert [row["commit"] for row in joined(files[:2])["rows"]] == files[:2]
+    with pytest.raises(SystemExit, match="different devices, times or prompts"):
+        joined(files)
+
+
+def test_a_draft_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[tuple[str, ...]]()
+
+    def train(*words: str) -> str:
+        called.append(words)
+        return "draft: 1,024 steps"
+
+    monkeypatch.setattr(drafters, "called", train)
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    given = argparse.Namespace(train="8m", prompts=str(tmp_path / "prompts.jsonl"))
+    first = trained("DFLASH", tmp_path, given, ["--model-path", "smollm2"])
+    assert first is not None and first["training_steps"] == 1024
+    assert trained("DFLASH", tmp_path, given, []) == first and len(called) == 1
+    assert called[0][-4:] == ("--time-limit", "8m", "--model-path", "smollm2")
+    given.train = "9m"
+    with pytest.raises(SystemExit, match="in another time"):
+        trained("DFLASH", tmp_path, given, [])
