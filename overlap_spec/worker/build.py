@@ -168,12 +168,12 @@ def build_executor(
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
-    slot_sizes = SlotSizes(geometry.num_slots + 1, geometry.width, geometry.dtype)
-
-    def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
+    def cache(shape: KVShape, scratch_rows: int = 0, num_placed: int = 0) -> KVCache:
+        slot_sizes = SlotSizes(geometry.num_slots + 1 + num_placed, geometry.width, geometry.dtype)
         return KVCache.allocate(shape, *geometry.pages, place, scratch_rows, slot_sizes)
 
-    target_cache, profile, tree = cache(models.target.kv_shape), models.proposer.profile, models.proposer.profile.tree
+    target_cache = cache(models.target.kv_shape, num_placed=geometry.placed_slots)
+    profile, tree = models.proposer.profile, models.proposer.profile.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.audited_ring import Served, audited_config, serve_audited
 from support.late_grammars import grammars_of
-from support.planted_faults import PLANTS, Chance, forbid_a_token
+from support.planted_faults import PLANTS, Chance, forbid_a_token, keep_a_rejected_token
 from support.random_schedules import run_seeds
 from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.scheduler_features import audits_of
@@ -53,6 +53,24 @@ def test_of_every_method(codec: TextCodec, method: str) -> None:
 def test_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     seen = run_seeds(range(3), codec, {"family": family, "method": method, "audit": ALL})
     assert seen["audited_tokens"] > 20 and seen["accepted"] > 0, dict(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [OWN_LAYER, pytest.param("EAGLE3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.full), True])
+def test_of_layers_that_recur(codec: TextCodec, method: str, deterministic: bool) -> None:
+    """The first token is not compared: its bits are a chunk's."""
+    engine = {"family": "qwen3 next", "method": method, "audit": ALL, "deterministic": deterministic}
+    seen = run_seeds(range(4, 5), codec, engine)
+    assert seen["audited_tokens"] > 30 and seen["accepted"] + seen["rejected"] > 0, dict(seen)
+
+
+@pytest.mark.slow
+def test_a_state_that_keeps_a_rejected_token_is_a_fault(codec: TextCodec) -> None:
+    config = audited_config(1.0, deterministic=True, page_size=64, max_len=256, num_snapshots=4)
+    spoil = partial(keep_a_rejected_token, chance=Chance(20))
+    found = serve_audited(config, codec, 0, 1500, spoil, family="qwen3 next").report
+    assert found.figures.faults > 0 and found.recent[0].is_fault, found
 
 
 def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_tokens: int) -> Served:

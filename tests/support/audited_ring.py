@@ -14,6 +14,7 @@ from overlap_spec.features.audit.scheduler import share_of
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import AuditReport, SamplingParams
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.startup.geometry import LoadedModels
 from support.ring import Ring, RingConfig, running, tiny_loaded
 
 BATCH = 8  # requests that run are audited at their end: fewer of them, and fewer tokens until a fault is known
@@ -38,14 +39,24 @@ def audited_config(rate: float, **engine: object) -> RingConfig:
 
 
 def serve_audited(
-    config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant = lambda executor: None
+    config: RingConfig,
+    codec: Codec,
+    seed: int,
+    most_tokens: int,
+    plant: Plant = lambda executor: None,
+    family: str = "llama",
 ) -> Served:
     """`most_tokens`: served tokens after which it ends without a fault."""
-    return asyncio.run(_serve(config, codec, seed, most_tokens, plant))
+    sizes = {"context": CONTEXT} if family == "llama" else {}
+    models = tiny_loaded(
+        seed, config.num_steps, config.dtype, method=config.method, topk=config.topk, family=family, **sizes
+    )
+    return asyncio.run(_serve(config, codec, seed, most_tokens, plant, models))
 
 
-async def _serve(config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant) -> Served:
-    models = tiny_loaded(seed, config.num_steps, config.dtype, method=config.method, topk=config.topk, context=CONTEXT)
+async def _serve(
+    config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant, models: LoadedModels
+) -> Served:
     async with running(models, config, codec) as ring:
         ring.inbox.scheduler = None  # invariants are for random schedules: they take longer than the steps
         plant(ring.executor)

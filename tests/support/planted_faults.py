@@ -105,6 +105,23 @@ def shift_positions(executor: Executor, chance: Chance) -> None:
     _spoil(executor, spoil)
 
 
+def keep_a_rejected_token(executor: Executor, chance: Chance) -> None:
+    """What recurs takes one token more of the window before than was accepted, where it was not accepted whole."""
+    layers = executor._snapshots.state.layers
+
+    def spoil(tokens: Tensor, rows: RowBatch) -> RowBatch:
+        assert rows.state is not None
+        starts = rows.positions.view(-1, rows.max_rows)[:, 0]
+        for picked in _picked(chance, tokens, rows):
+            slot = rows.state.slots[picked]
+            if starts[picked] - layers[0].position[slot] < rows.max_rows:
+                for layer in layers:
+                    layer.position[slot] -= 1
+        return rows
+
+    _spoil(executor, spoil)
+
+
 def forbid_a_token(executor: Executor, chance: Chance) -> None:
     """The mask of a grammar lacks the first token that it allows, where it allows others."""
     grammars = grammars_of(executor).grammars

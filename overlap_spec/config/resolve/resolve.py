@@ -41,14 +41,21 @@ from overlap_spec.config.speculation import SpeculationFlags, keeps_states
 from overlap_spec.errors import ConfigError
 
 DEFAULT_RATE = 0.01
+UNORDERED = (
+    "the target has layers with a recurrent state, whose sums have one order with --enable-deterministic-inference only"
+)
 
 
-def resolve_audit(config: EngineConfig, spec: SpecSettings, files: ModelFiles) -> AuditSettings:
-    """Audits are on where speculation is, unless its tokens are not plain decoding's. Raises: ConfigError."""
-    why_not = _why_not(spec, files)
+def resolve_audit(config: EngineConfig, spec: SpecSettings, files: ModelFiles, deterministic: bool) -> AuditSettings:
+    """Audits are on where speculation is, unless its tokens are not plain decoding's. Raises: ConfigError.
+
+    Those of layers with a state have states of their own, so they are on only where they are asked for.
+    """
+    recurs = keeps_states(files.config)
+    why_not = UNORDERED if recurs and not deterministic else _why_not(spec)
     rate = config.audit_rate
     if rate is None:
-        rate = DEFAULT_RATE if spec.width > 1 and not why_not else 0.0
+        rate = DEFAULT_RATE if spec.width > 1 and not why_not and not recurs else 0.0
     elif rate > 0 and why_not:
         raise ConfigError("audit_rate", f"{why_not}: there is nothing to compare tokens with; use 0")
     if rate == 0:
@@ -58,9 +65,7 @@ def resolve_audit(config: EngineConfig, spec: SpecSettings, files: ModelFiles) -
     return AuditSettings(rate, config.audit_action, config.audit_file)
 
 
-def _why_not(spec: SpecSettings, files: ModelFiles) -> str:
-    if keeps_states(files.config):
-        return "the target has layers with a recurrent state, which is gone once a request has ended"
+def _why_not(spec: SpecSettings) -> str:
     if spec.simulated_accept_lens:
         return "acceptance is synthetic"
     if spec.accept.asked_by is not None:
@@ -126,7 +131,7 @@ def resolve(
         attention=attention,
         logit_processor=config.logit_processor,
         features=config.feature or (),
-        audit=resolve_audit(config, spec, files),
+        audit=resolve_audit(config, spec, files, deterministic),
         adapt=resolve_adapt(config, spec, isolation, keys, ranks, notes),
         recovery=_resolve_recovery(config),
         spin_s=spin_of(machine, device, ranks),

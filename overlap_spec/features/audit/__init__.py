@@ -33,13 +33,14 @@ class StopSpeculating(Extension, frozen=True):
 class Audited(Extension, frozen=True):
     """An audit has ended: for each served token, the one that plain decoding draws (int32) and the margin (float64).
 
-    They end early where it was given up, for the reason `dropped`.
+    They begin with token number `first`, and end early where it was given up, for the reason `dropped`.
     """
 
     uid: int
     drawn: bytes = b""
     margins: bytes = b""
     dropped: str = ""
+    first: int = 0
 
 
 EXTENSIONS = (Audit, StopSpeculating, Audited)

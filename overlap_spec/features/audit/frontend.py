@@ -81,20 +81,24 @@ class AuditFault(OverlapSpecError):
 
 @dataclass(frozen=True)
 class Run:
-    """What plain decoding draws for the tokens of a request, and the margins of those served; as far as it came."""
+    """What plain decoding draws for the tokens of a request from `first` on, and the margins of those served.
+
+    As far as it came.
+    """
 
     drawn: "array[int]"
     margins: "array[float]"
+    first: int = 0
 
     @classmethod
     def of(cls, message: Audited) -> "Run":
         drawn, margins = array("i"), array("d")
         drawn.frombytes(message.drawn)
         margins.frombytes(message.margins)
-        return cls(drawn, margins)
+        return cls(drawn, margins, message.first)
 
     def cut(self, num_tokens: int) -> "Run":
-        return Run(self.drawn[:num_tokens], self.margins[:num_tokens])
+        return Run(self.drawn[:num_tokens], self.margins[:num_tokens], self.first)
 
 
 @dataclass
@@ -211,7 +215,7 @@ class Auditor:
         if not self._noise.is_measured or self._figures.requests % CONTROL_EVERY == 0:
             return True
         bound = self._noise.bound
-        pairs = zip(transcript.output, run.drawn, run.margins, strict=False)
+        pairs = zip(transcript.output[run.first :], run.drawn, run.margins, strict=False)
         return any(served != drawn and -margin > bound for served, drawn, margin in pairs)
 
     def _judge(self, transcript: Transcript, run: Run, control: Run | None) -> None:
@@ -236,10 +240,11 @@ class Auditor:
 
     def _differences(self, transcript: Transcript, run: Run, control: Run | None) -> list[Difference]:
         bound, found = self._noise.bound, []
-        for i, (served, drawn, margin) in enumerate(zip(transcript.output, run.drawn, run.margins, strict=False)):
+        compared = zip(transcript.output[run.first :], run.drawn, run.margins, strict=False)
+        for i, (served, drawn, margin) in enumerate(compared, run.first):
             if served == drawn:
                 continue
-            control_margin = None if control is None else -control.margins[i]
+            control_margin = None if control is None else -control.margins[i - run.first]
             found.append(
                 Difference(
                     request_id=transcript.request_id,

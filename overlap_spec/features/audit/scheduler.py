@@ -6,6 +6,9 @@ An audit knows all its tokens before it begins, so it needs all its pages at onc
     prefill      [ chunks of P - 1 ]    (no prefix cache, no draft)
     decode                      [ one position a step: N of them, from the prompt's last token on ]
 
+Where layers recur (`Limits.state_chunk`), a state begins with a chunk, and a prompt's last position has its bits in a
+chunk alone. Chunks have all P then, cut where requests' are cut, and the first served token is not compared.
+
 It holds pages that no request needs. When one does, the youngest audit loses its pages and starts again later. Pages
 are handed on while an audit's step is in flight: the next owner's steps come after it on the device.
 
@@ -66,9 +69,11 @@ def attach(parts: Parts) -> SchedulerHook | None:
 class AuditRun:
     """One audit: what is planned of it, and what it has found."""
 
-    def __init__(self, audit: Audit, request: Request) -> None:
+    def __init__(self, audit: Audit, request: Request, first: int) -> None:
         self.audit = audit
         self.request = request  # how tokens are drawn; it is in no queue
+        self.first = first  # number of the first token that is compared
+        self.prefill_len = request.prompt_len - 1 + first  # positions that chunks have
         self.tokens = request.tokens + unpack_tokens(audit.output)
         self.num_starts = 0
         self.reset()
@@ -84,13 +89,13 @@ class AuditRun:
 
     @property
     def prefills(self) -> bool:
-        """Whether prompt tokens before the last are left."""
-        return self.planned_len < self.request.prompt_len - 1
+        """Whether tokens of the prompt are left for chunks."""
+        return self.planned_len < self.prefill_len
 
     @property
     def is_done(self) -> bool:
-        """Whether every served token has been drawn."""
-        return len(self.drawn) == len(self.tokens) - self.request.prompt_len
+        """Whether every served token that is compared has been drawn."""
+        return self.first + len(self.drawn) >= len(self.tokens) - self.request.prompt_len
 
     def chunk(self, end: int) -> ChunkWork:
         """Run the positions up to `end`."""
@@ -171,8 +176,10 @@ class Audits(SchedulerHook):
         """Queue an audit, unless another hook holds its request."""
         sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
         admit = replace(audit.admit, uid=-audit.admit.uid, sampling=sampling)
-        run = AuditRun(audit, Request(admit, self._memory.cache.root))
-        if self._hooks.admit(run.request, self):
+        run = AuditRun(audit, Request(admit, self._memory.cache.root), int(self._limits.state_chunk > 0))
+        if run.is_done:
+            self._outcomes.append(Audited(audit.admit.uid, first=run.first))
+        elif self._hooks.admit(run.request, self):
             self.held[admit.uid] = run
         else:
             self.waiting.append(run)
@@ -225,10 +232,9 @@ class Audits(SchedulerHook):
             if not run.prefills:
                 continue
             most = min(self._limits.affordable(budget, run.planned_len), room.fitting(run.planned_len, len(run.tokens)))
-            most = max(most, 0 if chunks else 1)
-            if most == 0:
+            end = self._chunk_end(run, most, alone=not chunks)
+            if end == run.planned_len:
                 break
-            end = min(run.planned_len + most, run.request.prompt_len - 1)
             room.take(run.planned_len, end - run.planned_len)
             budget = max(budget - self._limits.chunk_cost(run.planned_len, end - run.planned_len), 0.0)
             chunks.append(run.chunk(end))
@@ -239,6 +245,12 @@ class Audits(SchedulerHook):
         pages, resets = _begun(runs)
         step_id, width = self._planner.take_step_id(), self._limits.width
         return StepPlan(step_id, width, [], pages, chunks, resets, drafts=False, extensions=(Replayed(),))
+
+    def _chunk_end(self, run: AuditRun, most: int, alone: bool) -> int:
+        """Where the next chunk of at most `most` tokens ends; one that is alone has at least its least size."""
+        unit = self._limits.state_chunk or 1
+        end = run.planned_len + max(most, unit if alone else 0)
+        return run.prefill_len if end >= run.prefill_len else end - end % unit
 
     def _decode(self) -> StepPlan:
         """All that are prefilled; controls and the others take turns, because only controls' steps are padded."""
@@ -297,7 +309,8 @@ class Audits(SchedulerHook):
 
     def _finish(self, run: AuditRun, dropped: str) -> None:
         """Note what became of an audit. Other hooks are told as soon as no step in flight can have its request."""
-        self._outcomes.append(Audited(run.audit.admit.uid, run.drawn.tobytes(), run.margins.tobytes(), dropped))
+        drawn, margins = run.drawn.tobytes(), run.margins.tobytes()
+        self._outcomes.append(Audited(run.audit.admit.uid, drawn, margins, dropped, run.first))
         self.held.pop(run.request.uid, None)
         if self._in_step is None:
             self._hooks.close(run.request)

@@ -127,6 +127,7 @@ def _log_odds(mass: Tensor) -> Tensor:
 
 FIELDS = 4  # of a slot: itself, the root's position, the root, the token that was served after it
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
+STATE_AUDITS = 8  # where each has a recurrent state, which may take as much as a long request's keys
 MOST_CONTROLS = 128  # rows of a step of controls
 COLUMNS = PublishedColumns(1)  # of what leaves, beside the margins
 
@@ -140,7 +141,8 @@ def needs(settings: Settings, models: LoadedModels) -> Needs:
     slots, on_cpu = settings.scheduler.max_running_requests, settings.model.device == "cpu"
     if settings.audit.rate == 0 or not models.method.verification(settings.spec.accept).draws_plainly:
         return Needs()
-    num_audits = min(slots, CPU_AUDITS if on_cpu else GPU_AUDITS)
+    recurs = models.target.kv_shape.state.num_layers > 0
+    num_audits = min(slots, CPU_AUDITS if on_cpu else STATE_AUDITS if recurs else GPU_AUDITS)
     rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
     batches = {max(num_audits // 4, 1), num_audits, max(rows, 2 * num_audits)}
     return Needs(placed_slots=num_audits, placed_batches=tuple(sorted(batches)))

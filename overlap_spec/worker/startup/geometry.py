@@ -126,7 +126,7 @@ def settle_geometry(
     demand, needs = demand_of(settings, models), needs_of(settings, models)
     budget = _budget(settings, demand, device, memory)
     deferred, room = _deferred(settings, demand, models.proposer.profile, budget)
-    snapshots = num_snapshots(settings, models, budget, device)
+    snapshots = num_snapshots(settings, models, budget, device, demand.states)
     if device.type != "cpu":
         budget = budget.less(room, "draft rows that wait")
         budget = budget.less(snapshots * demand.state, "snapshots of recurrent states")
@@ -151,10 +151,10 @@ def settle_geometry(
     )
 
 
-def num_snapshots(settings: Settings, models: LoadedModels, budget: Budget, device: torch.device) -> int:
+def num_snapshots(settings: Settings, models: LoadedModels, budget: Budget, device: torch.device, of_slots: int) -> int:
     """Snapshots of recurrent states for the prefix cache; 0 where no layer recurs, or without the cache.
 
-    `budget`: what is left beside the states of slots. On a CPU they take a share of another GiB.
+    `budget`: what is left beside `of_slots`, the bytes of slots' states. On a CPU they take a share of another GiB.
     Raises: ConfigError if there is no room for one.
     """
     shape, cache, dtype = models.target.kv_shape, settings.cache, torch_dtype(settings.model.dtype)
@@ -163,10 +163,10 @@ def num_snapshots(settings: Settings, models: LoadedModels, budget: Budget, devi
         return 0
     if cache.max_states is not None:
         return cache.max_states - slots
-    each, of_slots = shape.state.bytes_per_state(dtype), 0
-    total = CPU_POOL_BYTES
-    if device.type != "cpu":
-        of_slots = (slots + 1) * shape.bytes_per_slot(settings.spec.width, dtype)
+    each, total = shape.state.bytes_per_state(dtype), CPU_POOL_BYTES
+    if device.type == "cpu":
+        of_slots = 0
+    else:
         total = budget.num_bytes + of_slots
     share = int(total * cache.state_ratio / (1 + cache.state_ratio))
     if share < of_slots + each:
@@ -285,6 +285,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
         state=target.kv_shape.bytes_per_slot(0, dtype),
         state_column=target.kv_shape.state.bytes_per_column(dtype),
+        placed_slots=needs.placed_slots,
     )
 
 

@@ -167,6 +167,7 @@ class Demand:
     attention_scratch: int = 0  # beside what all attention takes
     state: int = 0  # of a slot's recurrent layers
     state_column: int = 0  # of theirs, for each column of a window
+    placed_slots: int = 0  # beside those of requests, which have states too
 
     @property
     def per_token(self) -> int:
@@ -196,8 +197,9 @@ class Demand:
 
     @property
     def states(self) -> int:
-        """What recurrent layers keep of slots, the dummy slot's too."""
-        return (self.max_running_requests + 1) * (self.state + self.width * self.state_column)
+        """What recurrent layers keep of slots, the dummy slot's and placed ones too."""
+        num_slots = self.max_running_requests + 1 + self.placed_slots
+        return num_slots * (self.state + self.width * self.state_column)
 
     @property
     def kept(self) -> int:

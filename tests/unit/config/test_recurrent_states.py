@@ -57,11 +57,14 @@ def test_trees_that_are_asked_for_are_refused(flags: dict[str, Any], named: str)
         resolved(**flags)
 
 
-def test_audits_are_off_and_refused() -> None:
+def test_audits_are_off_and_refused_without_one_order_of_sums() -> None:
     assert resolved(**DRAFTED)[0].audit.rate == 0
     assert resolved(msgspec.structs.replace(HYBRID, config={}), **DRAFTED)[0].audit.rate > 0
     with pytest.raises(ConfigError, match="--audit-rate: the target has layers with a recurrent state"):
         resolved(**DRAFTED, audit_rate=0.5)
+    for rate, found in ((None, 0.0), (0.5, 0.5)):
+        settings, _ = resolved(**DRAFTED, audit_rate=rate, enable_deterministic_inference=True, dtype="float32")
+        assert settings.audit.rate == found
 
 
 def test_flags_of_states_are_settled() -> None:

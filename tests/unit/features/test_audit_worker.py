@@ -1,6 +1,7 @@
 """A decode step of audits on a model that can be computed by hand: what is drawn, and by how much."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -16,6 +17,8 @@ from overlap_spec.config import AcceptSettings, EngineConfig, Machine, ModelFile
 from overlap_spec.config.resolve import resolve
 from overlap_spec.features.audit.worker import COLUMNS, AuditHook, AuditStep, attach, laid_out, needs
 from overlap_spec.messages import AuditRoom, Margins, Replayed, ResetSlot, SamplingParams
+from overlap_spec.models.kv_cache import KVShape
+from overlap_spec.models.recurrent_state import NO_STATE, StateShape
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.hooks import Needs
@@ -74,6 +77,11 @@ def settled(device: str, **flags: Any) -> Settings:
     return resolve(EngineConfig(device=device, **flags), files, Machine(num_cores=2, has_cuda=device == "cuda"))[0]
 
 
+def loaded(state: StateShape = NO_STATE) -> LoadedModels:
+    target: Any = SimpleNamespace(kv_shape=KVShape(1, 1, 8, state=state))
+    return LoadedModels(target, ANY, method_named("EAGLE3"))
+
+
 @pytest.mark.parametrize(
     ("device", "flags", "expected"),
     [
@@ -88,14 +96,18 @@ def settled(device: str, **flags: Any) -> Settings:
 def test_audits_have_slots_and_batches_by_the_device_unless_nothing_can_be_compared(
     device: str, flags: dict[str, Any], expected: Needs
 ) -> None:
-    models = LoadedModels(ANY, ANY, method_named("EAGLE3"))
-    assert needs(settled(device, **flags), models) == expected
+    assert needs(settled(device, **flags), loaded()) == expected
+
+
+def test_audits_of_layers_that_recur_are_few_on_a_gpu() -> None:
+    settings = settled("cuda", max_running_requests=64)
+    assert needs(settings, loaded(StateShape(1, 4, 4, 1, 4, 4))) == Needs(0, 8, (2, 8, 128))
 
 
 def test_what_a_threshold_accepts_is_not_audited_whatever_the_rate() -> None:
     settings = settled("cuda", max_running_requests=64)
     lossy = msgspec.structs.replace(settings.spec, accept=AcceptSettings(threshold_single=0.5))
-    models = LoadedModels(ANY, ANY, method_named("EAGLE3"))
+    models = loaded()
     assert settings.audit.rate and needs(msgspec.structs.replace(settings, spec=lossy), models) == Needs()
 
 

@@ -104,6 +104,17 @@ def test_where_all_bits_are_promised_any_other_token_is_a_fault(tmp_path: Path, 
     assert bench.counts == (0, 1) and (fault.position, fault.bound) == (3 + 1, 0.0)
 
 
+def test_tokens_are_compared_from_the_first_on_that_plain_decoding_draws(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", exact=True)
+    bench.serve(1)
+    for margin in (-3.0, 2.0):  # the first run, and its control
+        drawn, margins = array("i", [12, 99, 14]), array("d", [9.0, margin, 9.0])
+        bench.auditor.audited(Audited(1, drawn.tobytes(), margins.tobytes(), first=1))
+    (fault,) = bench.auditor.report().recent
+    assert (fault.position, fault.served, fault.drawn, fault.margin, fault.control_margin) == (3 + 2, 13, 99, 3.0, -2.0)
+    assert bench.auditor.report().figures.tokens == 3
+
+
 @pytest.mark.parametrize("second", [{}, {1: FLOOR}], ids=["none", "within the noise"])
 def test_a_margin_that_the_second_run_does_not_have_is_a_near_tie(bench: Bench, second: dict[int, float]) -> None:
     bench.run(2, {1: 3.0}, second)

@@ -51,6 +51,24 @@ def test_an_idle_engine_runs_audits_to_their_end() -> None:
     bench.check_drained()
 
 
+def test_where_layers_recur_chunks_have_the_whole_prompt_and_the_first_token_is_not_drawn() -> None:
+    ready = make_ready(extensions=(AuditRoom(9, 2, 4),), state_chunk=8, chunk_tokens=11)
+    bench = Bench(ready, deterministic=True)
+    bench.deliver(audit(1, list(range(1, 21))))
+    bench.deliver(audit(2, [7], num_served=1))  # nothing to compare
+    bench.finish_all()
+    assert [(each.start, len(each.tokens) // 4) for plan in bench.all_plans for each in plan.chunks] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+    ]
+    decodes = [find(plan.extensions, Replayed) for plan in bench.all_plans if plan.phase is Phase.DECODE]
+    assert [each.positions for each in decodes if each] == [[20], [21], [22], [23]]
+    drawn = {message.uid: (array("i", message.drawn).tolist(), message.first) for message in audited(bench)}
+    assert drawn == {1: ([1, 2, 3, 4], 1), 2: ([], 1)}
+    bench.check_drained()
+
+
 def test_controls_are_padded_and_take_turns_with_the_others() -> None:
     bench = make_bench()
     bench.deliver(audit(1))

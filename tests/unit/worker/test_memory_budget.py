@@ -78,6 +78,11 @@ def test_the_sum() -> None:
     assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.kept
 
 
+def test_placed_slots_have_states_too() -> None:
+    demand = replace(DEMAND, state=3 * MIB, state_column=MIB, placed_slots=2)
+    assert demand.states == (8 + 1 + 2) * (3 + 32) * MIB and demand.beside - DEMAND.beside == demand.states
+
+
 def test_a_mask_of_a_grammar_for_every_column_of_every_window_is_part_of_the_workspace() -> None:
     masked = replace(DEMAND, column_bytes=MIB // 4)
     assert masked.workspace - DEMAND.workspace == 9 * 32 * MIB // 4, "in words of 4 bytes, the dummy slot's too"

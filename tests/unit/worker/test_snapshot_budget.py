@@ -28,7 +28,8 @@ def found(device: torch.device, budget: int, shape: StateShape = STATE, **cache:
     model = msgspec.structs.replace(settings.model, dtype="float32")
     settings = msgspec.structs.replace(settings, scheduler=scheduler, model=model)
     models: Any = SimpleNamespace(target=SimpleNamespace(kv_shape=KVShape(1, 1, 8, state=shape)))
-    return num_snapshots(settings, models, Budget(budget, "here"), device)
+    of_slots = 8 * shape.bytes_per_slot(settings.spec.width, torch.float32)
+    return num_snapshots(settings, models, Budget(budget, "here"), device, of_slots)
 
 
 def test_states_take_their_share_of_a_gpu_and_snapshots_what_slots_leave_of_it() -> None:
