@@ -195,14 +195,15 @@ def _price(results: Results, model: str, kind: str) -> str:
     return at_most(max(row["price"] for row in rows if row["kind"] == kind and row["cell"] in cells), 2)
 
 
-def _adapted(results: Results, name: str) -> str:
-    """Accept lengths on records, with `--adapt-draft` in the last quarter of the time; of one seed."""
-    return f"{results['adapt_draft_h200']['summary'][0][name]:.2f}"
+def _adapted(results: Results, name: str, form: str = ".2f") -> str:
+    """On records, of each seed; with `--adapt-draft` in the last quarter of the time."""
+    values = [format(seed[name], form) for seed in results["adapt_draft_h200"]["summary"]]
+    return " and ".join([", ".join(values[:-1]), values[-1]] if values[1:] else values)
 
 
-def _gained(results: Results) -> str:
-    """Of the distance to a head that was trained on records alone."""
-    return f"{results['adapt_draft_h200']['summary'][0]['gained']:.0%}"
+def _older_hits(results: Results, name: str) -> str:
+    """Accept length of a head on prompts that begin with what it, or an older head, has left in the cache."""
+    return f"{results['adapt_draft_h200']['parts']['hits'][name]['accept_length']:.2f}"
 
 
 def _trained(results: Results) -> str:
@@ -256,7 +257,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "adapt-learns": partial(_adapted, name="learns_last"),
     "adapt-trained": partial(_adapted, name="trained"),
     "adapt-throughput": partial(_adapted, name="throughput"),
-    "adapt-gained": _gained,
+    "adapt-gained": partial(_adapted, name="gained", form=".0%"),
+    "adapt-older-hits": partial(_older_hits, name="trained head, hits of the served one"),
+    "adapt-own-hits": partial(_older_hits, name="trained head, hits"),
     "price-8b": lambda results: _price(results, "8B", "step"),
     "price-smollm2": lambda results: _price(results, "SmolLM2", "step"),
     "price-prompt": lambda results: _price(results, "8B", "prompt"),
