@@ -224,7 +224,7 @@ def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         return told(service, traffic, chats, records)
 
 
-def hits(head: str, given: argparse.Namespace) -> dict[str, Any]:
+def hits(head: str, parts: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
     """Accept lengths of the same prompts: with the head that is served, and with another one that takes over."""
     with ExitStack() as stack:
         flags = "--admin-api-key", KEY["Authorization"].split()[1]
@@ -255,7 +255,8 @@ def hits(head: str, given: argparse.Namespace) -> dict[str, Any]:
         httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=120, headers=KEY).raise_for_status()
         found["trained head, hits of the served one"] = answered()
         httpx.post(f"{url}/flush_cache", timeout=60, headers=KEY).raise_for_status()
-        return found | {"trained head, computed": answered(), "trained head, hits": answered()}
+        found |= {"trained head, computed": answered(), "trained head, hits": answered()}
+        return found | {"head": parts.get("head")}
 
 
 def told(
@@ -289,7 +290,7 @@ def trained_head(given: argparse.Namespace) -> dict[str, Any]:
     print(told.stderr[-3000:], flush=True)
     if told.returncode:
         raise SystemExit(f"train-draft: status {told.returncode}")
-    return {"head": str(head), "said": told.stderr.strip().splitlines()[-1]}
+    return {"head": str(head), "time": given.train, "said": told.stderr.strip().splitlines()[-1]}
 
 
 def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -319,6 +320,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True, metavar="FILE.json")
     parser.add_argument("--parts", nargs="+", default=["head", "trained", "beside", "hits"], help="which are run")
+    parser.add_argument("--join", nargs="+", default=[], metavar="FILE.json", help="put their parts into --output")
     parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag")
     parser.add_argument("--chats", type=float, default=4, help="seconds of chats before")
     parser.add_argument("--turn", type=float, default=15, help="seconds of a turn of them")
@@ -333,15 +335,29 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of several runs, each with its commit; of a part that several have, the first."""
+    parts: dict[str, Any] = {}
+    for report in reports:
+        for name, part in report["parts"].items():
+            parts.setdefault(name, {"commit": report["run"]["commit"]} | part)
+    return {**reports[-1], "summary": summaries(parts), "parts": parts}
+
+
+def summaries(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [summary(parts, seed) for seed in sorted(int(name[7:]) for name in parts if name.startswith("beside/"))]
+
+
 def main() -> None:
     given = arguments()
     path = Path(given.output)
-    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"parts": {}}
+    if given.join:
+        write_report(str(path), joined([json.loads(Path(each).read_text()) for each in given.join]))
+        return
+    report: dict[str, Any] = joined([json.loads(path.read_text())]) if path.is_file() else {"parts": {}}
     parts, device = report["parts"], "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
-    for part in parts.values():
-        part.setdefault("commit", report["run"]["commit"])
     head, run = path.with_suffix(".head"), describe_run(device, 1)
-    work: dict[str, Callable[[], dict[str, Any]]] = {"hits": lambda: hits(str(head), given)}
+    work: dict[str, Callable[[], dict[str, Any]]] = {"hits": lambda: hits(str(head), parts, given)}
     for seed in range(given.seeds):
         work[f"trained/{seed}"] = partial(alone, str(head), seed, given)
         work[f"beside/{seed}"] = partial(beside, seed, given)
@@ -352,10 +368,9 @@ def main() -> None:
         begun = time.monotonic()
         parts[name] = {"commit": run["commit"]} | part()
         print(name, f"{time.monotonic() - begun:.0f} s", json.dumps(parts[name]), flush=True)
-        summaries = [summary(parts, seed) for seed in range(given.seeds) if f"beside/{seed}" in parts]
-        kept = {key: value for key, value in vars(given).items() if key != "output"}
+        kept = {key: value for key, value in vars(given).items() if key not in ("output", "join")}
         report = {"benchmark": "adapt_draft", "run": run, "arguments": kept}
-        report |= {"summary": summaries, "parts": parts}
+        report |= {"summary": summaries(parts), "parts": parts}
         write_report(str(path), report)
     print(json.dumps(report.get("summary"), indent=1))
 

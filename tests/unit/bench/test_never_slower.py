@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import adapt_draft
 import drafters
 import never_slower
 import pytest
@@ -154,3 +155,22 @@ def test_a_draft_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: 
     given.train = "9m"
     with pytest.raises(SystemExit, match="in another time"):
         trained("DFLASH", tmp_path, given, [])
+
+
+def test_seeds_of_a_draft_that_learns_are_joined_and_keep_their_commits() -> None:
+    def beside(without: float, learns: float) -> dict[str, Any]:
+        speeds = {"without": (without, 100.0), "learns": (learns, 98.0)}
+        return {
+            name: {"records": length, "records_last": length, "tokens_per_second": speed, "faults": 0}
+            for name, (length, speed) in speeds.items()
+        }
+
+    trained = {"records": 4.0, "faults": 0}
+    first = {"run": {"commit": "a"}, "parts": {"trained/0": trained, "beside/0": beside(3.0, 3.4)}}
+    later = {"run": {"commit": "b"}, "parts": {"trained/0": trained, "beside/2": beside(2.0, 3.0)}}
+    found = adapt_draft.joined([first, later])
+    assert {name: part["commit"] for name, part in found["parts"].items()} == {
+        "trained/0": "a", "beside/0": "a", "beside/2": "b"
+    }  # fmt: skip
+    told = [(row["seed"], row["gained"], row["trained_on"], row["throughput"]) for row in found["summary"]]
+    assert told == [(0, 0.4, 0, 0.98), (2, 0.5, 0, 0.98)] and found["run"]["commit"] == "b"
