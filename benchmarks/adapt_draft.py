@@ -290,7 +290,7 @@ def trained_head(given: argparse.Namespace) -> dict[str, Any]:
     print(told.stderr[-3000:], flush=True)
     if told.returncode:
         raise SystemExit(f"train-draft: status {told.returncode}")
-    return {"head": str(head), "time": given.train, "said": told.stderr.strip().splitlines()[-1]}
+    return {"head": head.name, "time": given.train, "said": told.stderr.strip().splitlines()[-1]}
 
 
 def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:

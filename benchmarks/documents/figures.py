@@ -253,6 +253,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "trained": _trained,
     "trained-wide": _trained_wide,
+    "kinds-time": lambda results: results["trained_drafters_h200"]["time_limit"],
     "adapt-without": partial(_adapted, name="without"),
     "adapt-learns": partial(_adapted, name="learns_last"),
     "adapt-trained": lambda results: f"{results['adapt_draft_h200']['summary'][0]['trained']:.2f}",

@@ -32,7 +32,6 @@ UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its 
 CARD = "h200"
 DEFAULT_NUMBERS = "tables, throughput_default_8b"
 NOT_MEASURED = "*Not measured yet.*"
-DRAFTERS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
 MATRIX_CELLS = {"equal": "=", "differs": "**differs**", "400": "400"}
 
 
@@ -208,18 +207,26 @@ def _constrained_steps(report: Report) -> list[str]:
 
 
 def _trained_drafters(report: Report) -> list[str]:
-    """A row for each window of each kind. A position's share: of steps that accepted the guess there."""
+    """A row for each window of each kind. A position's share: of steps that accepted the guess there.
+
+    Runs of several commits are joined: then each row names its own.
+    """
+    several = len({row["commit"] for row in report["rows"]}) > 1
     lines: dict[tuple[Any, ...], dict[str, Report]] = {}
     for row in report["rows"]:
         if row["drafter"] != "plain":
             copied = f" and {row['copied']} of n-grams" if "copied" in row else ""
             steps = "" if row["drafter"] == "NGRAM" else row["training_steps"]
-            line = (row["drafter"], f"{tuple(row['numbers'])}{copied}", steps)
+            line = (row["drafter"], f"{tuple(row['numbers'])}{copied}", steps, row["commit"] if several else "")
             lines.setdefault(line, {})[row.get("prompts", "chat20")] = row
     sets = list(dict.fromkeys(name for found in lines.values() for name in found))
-    rows = [[*line, *(cell for name in sets for cell in _of_set(found.get(name)))] for line, found in lines.items()]
+    about = 4 if several else 3
+    rows = [
+        [*line[:about], *(cell for name in sets for cell in _of_set(found.get(name)))] for line, found in lines.items()
+    ]
     columns = "accept length", "accepted by position", "step, ms", "tok/s", "over plain"
-    return _table(["", "window", "training steps", *(f"{name}: {of}" for name in sets for of in columns)], rows)
+    head = ["", "window", "training steps", "commit"][:about]
+    return _table([*head, *(f"{name}: {of}" for name in sets for of in columns)], rows)
 
 
 def _of_set(row: Report | None) -> list[Any]:
@@ -228,16 +235,6 @@ def _of_set(row: Report | None) -> list[Any]:
     shares = " ".join(f"{share:.2f}" for share in row.get("accepted_by_position", []))
     speed = against_plain(row["over_plain"])
     return [row["accept_length"], shares, row["step_ms"], round(row["tokens_per_second"]), speed]
-
-
-def _default_drafters(report: Report) -> list[str]:
-    """tok/s of whole calls with default numbers over plain decoding's, by batch."""
-    cells: dict[str, dict[int, str]] = {}
-    for row in report["rows"]:
-        cells.setdefault(row["case"], {})[row["batch"]] = against_plain(row["over_plain"]["call"]["default"])
-    batches = sorted({batch for found in cells.values() for batch in found})
-    rows = [[DRAFTERS[name], *(found.get(batch, "") for batch in batches)] for name, found in cells.items()]
-    return _table(["", *(f"batch {batch}" for batch in batches)], rows)
 
 
 def _listed(sentences: list[str]) -> list[str]:
@@ -346,7 +343,6 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "trained_drafters": _trained_drafters,
     "deterministic_price": _deterministic_price,
     "drafters": _drafters,
-    "default_drafters": _default_drafters,
     "bits_of_alone": _bits_of_alone,
     "methods": _methods,
     "methods_summary": _methods_summary,
