@@ -27,6 +27,7 @@ from overlap_spec.sampling.context import DrawContext, Sampling
 
 Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or the same compiled
 SLICE = 1 << 22  # logits drawn from at once: bounds the float64 workspace to a few hundred MiB
+GUESS_SLICE = SLICE * 8  # on a GPU, where `drawn_from` takes a tenth of a verifier's memory: no more launches than that
 
 
 def draw_after(lazy_logits: LazyLogits, context: DrawContext, draw: Draw | None = None) -> Tensor:
@@ -84,10 +85,10 @@ def drawn_from(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids:
     return noisy_logits(Draws(of_slots, positions[part], temperature, sampling.seed[part], token_ids), cutoff)
 
 
-def slices(logits: Tensor) -> list[slice]:
+def slices(logits: Tensor, at_once: int = SLICE) -> list[slice]:
     """Slots to be drawn for at once. Shapes: logits [B, R, N]."""
     batch, rows, columns = logits.shape
-    step = max(1, SLICE // (rows * columns))
+    step = max(1, at_once // (rows * columns))
     return [slice(b, b + step) for b in range(0, batch, step)]
 
 

@@ -12,10 +12,11 @@ runs after step N, and so does whatever overwrites its output.
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
 while requests are served might take memory of the device.
 
-A capture may not load kernels, so what it launches is run once before it (`run_once`). These first runs would take as
-long as the captures, though most of them load nothing that is not loaded yet. So they leave out layers that are alike,
-and, once every kind of sampling has been run in some size, most kinds. If a capture then comes to a kernel that is not
-loaded, it is given up, the step is run with that kind, and the capture is made again.
+A capture may not load kernels of this project, so what it launches is run once before it (`run_once`). These first runs
+would take as long as the captures, though most of them load nothing that is not loaded yet. So they leave out layers
+that are alike, and smaller steps have none once every kind of sampling has been run in the largest. If a capture then
+comes to a kernel that is not loaded, it is given up, the step is run with that kind, and the capture is made again.
+(Torch's own kernels, and those of its BLAS, are loaded by the driver when a capture comes to them.)
 """
 
 import gc
@@ -126,6 +127,7 @@ class FirstRuns:
 EVERY_KIND = FirstRuns()
 LEAST_AND_MOST = FirstRuns((GREEDY_WORK, EVERY_WORK), (GREEDY_WORK, EVERY_WORK))
 ANY_KIND = FirstRuns((GREEDY_WORK,), ())  # where every kind has been run on as many tokens to draw
+NO_RUN = None  # what is not loaded is found out by the capture
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,11 @@ class PartGraphs(Generic[Forwarded, Judged]):
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, run: FirstRuns = EVERY_KIND
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, run: FirstRuns | None = EVERY_KIND
 ) -> PartGraphs[Forwarded, Judged]:
     """Run parts once, which compiles and loads kernels, as a capture must not; then capture every kind of them.
+
+    `run`: the kinds of sampling that are run, if any is.
 
     Raises: NotLoadedError with the kernel, if a capture comes to one that running the step with its kind does not load.
     """
@@ -169,7 +173,7 @@ def capture_parts(
 
 
 def capture_layers(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns | None
 ) -> tuple[Replay, Forwarded]:
     """The same, of the layers alone: the other parts are launched operation by operation."""
     _run_first(parts, recorder, run)
@@ -195,9 +199,11 @@ def _record(
 
 
 def _run_first(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, skips_layers: bool = True
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns | None, skips_layers: bool = True
 ) -> None:
     """Launch parts and do not wait: the device works while the next capture is made, which launches nothing."""
+    if runs is NO_RUN:
+        return
     begun = time.perf_counter()
     with skipping_layers() if skips_layers else nullcontext():
         run_once(parts, runs)

@@ -39,6 +39,7 @@ from overlap_spec.worker.capture import (
     ANY_KIND,
     EVERY_KIND,
     LEAST_AND_MOST,
+    NO_RUN,
     FirstRuns,
     GraphRecorder,
     KindGraphs,
@@ -312,10 +313,10 @@ class GraphRunner:
         with torch.inference_mode(), skipping_layers():
             for shape, runs in self._first_runs():
                 inputs = self._dummies(shape)
-                if shape.width:
-                    run_once(self._parts(shape, inputs), runs)
-                else:
+                if not shape.width:
                     self._eager.windows.absorb_missed(*inputs)
+                elif runs is not NO_RUN:
+                    run_once(self._parts(shape, inputs), runs)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every shape, in the order of `GraphSizes`."""
@@ -326,7 +327,7 @@ class GraphRunner:
         recorder.finish()
 
     def _capture(
-        self, shape: StepShape, inputs: tuple[Tensor, ...], recorder: GraphRecorder, runs: FirstRuns
+        self, shape: StepShape, inputs: tuple[Tensor, ...], recorder: GraphRecorder, runs: FirstRuns | None
     ) -> Captured:
         if shape.width == 0:
             absorb = partial(self._eager.windows.absorb_missed, *inputs)
@@ -367,10 +368,10 @@ class GraphRunner:
         inputs = tuple(kind.dummies(shape) for kind in self._eager.kinds(shape))
         return inputs if shape.width else (*inputs, torch.zeros_like(inputs[0]))
 
-    def _first_runs(self, captures: bool = False) -> Iterator[tuple[StepShape, FirstRuns]]:
+    def _first_runs(self, captures: bool = False) -> Iterator[tuple[StepShape, FirstRuns | None]]:
         """The shapes in the order of captures, and the kinds of sampling to run before one.
 
-        `captures`: they follow, and make good for kinds that are left out here (`capture_parts`).
+        `captures`: they follow, and make good for what is left out here (`capture_parts`).
         """
         sizes, run = self._sizes, set[object]()
         for shape in sizes.shapes():
@@ -382,12 +383,18 @@ class GraphRunner:
             key = (shape.slots, 0 if shape.slots else shape.prompts.chunks)
             # Of windows that were captured alone, what draws is loaded; of the largest, memory is taken.
             known = captures and shape.slots in sizes.batches and shape.slots < sizes.beside_batches[-1]
-            yield shape, ANY_KIND if known or key in run else EVERY_KIND
+            again = NO_RUN if captures and not shape.slots else ANY_KIND  # beside windows, what follows is launched
+            yield shape, again if known or key in run else EVERY_KIND
             run.add(key)
 
-    def _runs_of_windows(self, shape: StepShape, captures: bool) -> FirstRuns:
-        """After a narrower step the draft makes the first of the guesses that it makes after the widest one."""
-        widest = shape.width == self._sizes.widths[-1]
-        if captures and shape.slots < self._sizes.batches[-1]:  # every kind has been run in the largest size
+    def _runs_of_windows(self, shape: StepShape, captures: bool) -> FirstRuns | None:
+        """After a narrower step the draft makes the first of the guesses that it makes after the widest one.
+
+        Kernels that draw are chosen by classes of sizes: a power of two and those below it are one at most.
+        """
+        smaller, widest = shape.slots < self._sizes.batches[-1], shape.width == self._sizes.widths[-1]
+        if captures and smaller:
+            return NO_RUN
+        if smaller and shape.slots & (shape.slots - 1):
             return LEAST_AND_MOST if widest else replace(LEAST_AND_MOST, draft=(GREEDY_WORK,))
         return EVERY_KIND if widest else FirstRuns(draft=(GREEDY_WORK, EVERY_WORK))

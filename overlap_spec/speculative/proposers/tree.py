@@ -32,7 +32,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.sampler import drawn_from, processed_logits, slices
+from overlap_spec.sampling.sampler import GUESS_SLICE, SLICE, drawn_from, processed_logits, slices
 from overlap_spec.speculative.interfaces import (
     Guesses,
     Learnt,
@@ -256,7 +256,8 @@ def top_children(lazy_logits: LazyLogits, context: DrawContext, topk: int) -> tu
     logits = processed_logits(lazy_logits, context)
     if context.sampling.work.sampled:
         drawing = logits, context.positions, context.sampling, context.token_ids
-        parts = [top_tokens(drawn_from(*drawing, part).flatten(0, 1), topk) for part in slices(logits)]
+        at_once = GUESS_SLICE if logits.is_cuda else SLICE
+        parts = [top_tokens(drawn_from(*drawing, part).flatten(0, 1), topk) for part in slices(logits, at_once)]
         logs, columns, _ = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
         logs, columns, _ = top_tokens(logits.flatten(0, 1), topk)

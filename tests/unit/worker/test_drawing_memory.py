@@ -9,9 +9,10 @@ from support.peak_bytes import peak_bytes
 
 from overlap_spec.features.log_probs.worker import SCORED_LOGITS
 from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
-from overlap_spec.sampling.sampler import SLICE
+from overlap_spec.sampling.sampler import GUESS_SLICE, SLICE, slices
 from overlap_spec.sampling.stages import LogitProcessors
 from overlap_spec.speculative.interfaces import SlotBatch, Window, level_context
+from overlap_spec.speculative.proposers import tree
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.verifiers import (
     ChainVerifier,
@@ -86,6 +87,25 @@ def test_the_budget_is_not_many_times_what_is_drawn() -> None:
 def test_prompt_log_probs_take_no_more_than_drawing_does() -> None:
     """Which is over by then: logits in 16 bits and their copy in float32."""
     assert SCORED_LOGITS * (LOGIT_BYTES + 2) < SLICE * DRAWN_BYTES
+
+
+def test_guesses_of_a_gpu_are_drawn_in_few_launches_from_no_more_memory() -> None:
+    """Noise in float64 is all that is as large as their logits; filters have 16 parts of a row."""
+    logits = torch.empty(256, 4, 32000, device="meta")
+    assert len(slices(logits, GUESS_SLICE)) == 1 and len(slices(logits)) == 8
+    assert GUESS_SLICE * (torch.float64.itemsize + 2) < SLICE * DRAWN_BYTES
+
+
+def test_children_are_those_of_each_slot_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, found = (5, 3, 2000), []
+    scores = GivenLogits(torch.randn(15, 2000, generator=torch.Generator().manual_seed(1)))
+    batch = batch_of(5, 2000, EVERY_WORK, no_processors(2000))
+    context = level_context(batch, None, torch.full((5, 3), -1), 0, torch.arange(2000))
+    for slots in (1, 2, 5):
+        monkeypatch.setattr(tree, "SLICE", slots * shape[1] * shape[2])
+        found.append(top_children(scores, context, 8))
+    for logs, columns in found[1:]:
+        assert torch.equal(logs, found[0][0]) and torch.equal(columns, found[0][1])
 
 
 def test_stop_ids_take_no_column_for_each_of_them() -> None:

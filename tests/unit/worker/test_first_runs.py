@@ -64,7 +64,7 @@ def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tup
     """Longer prompts are in no graph, and must find memory."""
     executor = deep()
     runner_of(executor, prompts=SHAPES).capture(ReplayedParts())
-    assert runs == [(KINDS, KINDS, False), (1, 0, False)]
+    assert runs == [(KINDS, KINDS, False)]
 
 
 @pytest.mark.full_but_every(5)
@@ -86,15 +86,30 @@ def test_narrower_steps_launch_no_more_in_all_kinds(method: str, topk: int, acce
     assert not operations(lambda: run_every_kind(runner)) - operations(runner.run_once)
 
 
-class RefusedParts(ReplayedParts):
-    """Some captures come to a kernel that is not loaded. `refused`: how often each part still does."""
+def test_of_sizes_between_powers_of_two_two_kinds_are_found() -> None:
+    runner = runner_of(deep(), (3, 4, 5, 6), (2, 4))
+    found = [
+        (shape.slots, shape.width, len(runs.judge), len(runs.draft))
+        for shape, runs in runner._first_runs()
+        if shape.width and runs is not None
+    ]
+    whole, some = [(4, KINDS, KINDS), (2, KINDS, 2)], [(4, 2, 2), (2, 2, 1)]
+    assert found == [(size, *of) for size in (6, 5, 4, 3) for of in (whole if size in (4, 6) else some)]
 
-    def __init__(self, **refused: int) -> None:
+
+class RefusedParts(ReplayedParts):
+    """Some captures come to a kernel that is not loaded. `refused`: how often each part still does.
+
+    `since`: of which steps on, by number.
+    """
+
+    def __init__(self, since: int = 1, **refused: int) -> None:
         super().__init__()
-        self.refused = refused
+        self.since, self.refused = since, refused
 
     def record(self, part: str, work: Callable[[], Any]) -> Any:
-        if self.refused.get(part):
+        step = self.counts["layers"] + (part == "layers")
+        if self.refused.get(part) and step >= self.since:
             self.refused[part] -= 1
             raise NotLoadedError(part)
         return super().record(part, work)
@@ -127,10 +142,22 @@ def test_every_kind_of_the_largest_decode_steps_is_run(runs: list[tuple[int, int
     assert recorder.seconds[FIRST_RUNS] > 0
 
 
-def test_most_kinds_are_left_out_of_all_sizes_but_the_largest(runs: list[tuple[int, int, bool]]) -> None:
-    executor = deep()
-    runner_of(executor, (2, 4), WIDTHS).capture(ReplayedParts())
-    assert runs[3:] == [(2, 2, False), (2, 1, False), (2, 1, False)]
+def test_steps_of_all_sizes_but_the_largest_are_captured_at_once(runs: list[tuple[int, int, bool]]) -> None:
+    executor, recorder = deep(), ReplayedParts()
+    runner_of(executor, (2, 4), WIDTHS).capture(recorder)
+    assert len(runs) == 3 and recorder.counts["layers"] == 6
+
+
+@pytest.mark.parametrize(("part", "again"), [("layers", (0, 0, False)), ("judge", (1, 1, False))])
+def test_what_a_smaller_step_has_not_loaded_is_run_for_its_capture(
+    part: str, again: tuple[int, int, bool], runs: list[tuple[int, int, bool]]
+) -> None:
+    launched, replayed, recorder = deep(), deep(), RefusedParts(since=2, **{part: 1})
+    runner = runner_of(replayed, (2, 4), (4,))
+    runner.capture(recorder)
+    assert runs == [(KINDS, KINDS, False), again] and recorder.counts["layers"] == 2
+    replayed.use(runner)
+    assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 
 @pytest.mark.slow_but_every(3)
