@@ -62,7 +62,7 @@ from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.noisy_logits import noisy_logits
 from overlap_spec_kernels.logits.process_logits import LogitRules, neutral_rules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
-from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy
+from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy, token_losses
 from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import (
@@ -251,6 +251,7 @@ __all__ = [
     "split_rotated",
     "split_rotated_back",
     "soft_cross_entropy",
+    "token_losses",
     "silu_mul",
     "store_tokens",
     "sum_of_experts",

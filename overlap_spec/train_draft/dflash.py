@@ -17,27 +17,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import token_losses
 from torch import Tensor
 
 from overlap_spec.train_draft.head import (
     STD,
     Batch,
     Frozen,
+    RotatedHeads,
     Tensors,
     Weights,
     as_parameters,
     begun_layer,
     chunked_argmax,
-    in_heads,
-    rotated,
 )
 from overlap_spec.train_draft.state import dflash_config
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step
+VISITS = 2  # hidden states of a batch take longer than a step, and have roots for more
 FADES = 7.0  # places over which a guess's weight decreases by e, in windows of 14 and more; less in shorter ones
 RANK = 256  # of DSpark's Markov head, at most
-SHARES = 0.1, 0.9  # of cross-entropy and distance in DSpark's loss
+DISTANCE = 0.9  # share of the distance in DSpark's loss; the rest is the cross-entropy's
 MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 
 
@@ -45,6 +46,7 @@ class DFlash:
     """The draft (`Head`)."""
 
     first_guess = 1  # of a block's rows
+    visits = VISITS
 
     def __init__(
         self, frozen: Frozen, aux_layers: tuple[int, ...], num_layers: int, block_size: int, mask: int, seed: int = 0
@@ -83,21 +85,29 @@ class DFlash:
         return {"mask": self._mask, "block_size": self._block_size}
 
     def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        roots = self._drawn_roots(batch, random)
-        guessed, weights = roots[..., None] + self._guessed, self._weights()
-        counted = guessed < batch.lengths[:, None, None]
-        fades = min(FADES, (len(self._guessed) + 1) / 2)
-        shares = (torch.exp(-(self._guessed - 1) / fades) * counted)[counted]
-        tokens, previous = _at(batch.tokens, guessed), _at(batch.tokens, guessed - 1)
-        inputs = self._inputs(weights, self._block_rows(weights, batch, roots), previous)[counted]
-        logits = F.linear(inputs, self._head(weights)).float()
-        errors = F.cross_entropy(logits, tokens[counted], reduction="none")
-        errors = self._errors(weights, errors, inputs, logits, _at(batch.hidden, guessed - 1)[counted])
-        return (errors * shares).sum() / shares.sum().clamp(min=1e-6)
+        return self.loss_at(batch, self.places(batch, random))
 
-    def _errors(self, weights: Weights, errors: Tensor, inputs: Tensor, logits: Tensor, hidden: Tensor) -> Tensor:
-        """Of guesses, whose cross-entropies are `errors`; `hidden`: the target's that said the token."""
-        return errors
+    def places(self, batch: Batch, random: torch.Generator) -> Tensor:
+        roots, (count, length) = self._drawn_roots(batch, random), batch.tokens.shape
+        return (roots + length * torch.arange(count, device=roots.device)[:, None]).flatten()
+
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
+        """Of as many roots of each sample, in their order; places behind them are none. Sync: never."""
+        samples, length = batch.tokens.shape
+        roots = (places[: samples * _num_blocks(batch)] % length).view(samples, -1)
+        guessed, weights = roots[..., None] + self._guessed, self._weights()
+        fades = min(FADES, (len(self._guessed) + 1) / 2)
+        shares = torch.exp(-(self._guessed - 1) / fades) * (guessed < batch.lengths[:, None, None])
+        shares = (shares / shares.sum().clamp(min=1e-6)).flatten()
+        previous = _at(batch.tokens, guessed - 1)
+        inputs = self._inputs(weights, self._block_rows(weights, batch, roots), previous).flatten(0, 2)
+        return self._error(weights, inputs, batch, guessed, shares)
+
+    def _error(self, weights: Weights, inputs: Tensor, batch: Batch, guessed: Tensor, shares: Tensor) -> Tensor:
+        """Of guesses of tokens at places `guessed`, with their weights. Shapes: inputs [n, I], shares [n] -> []."""
+        tokens = _at(batch.tokens, guessed).flatten()
+        loss: Tensor = _GuessLoss.apply(inputs, None, self._head(weights), tokens, shares, None, 0.0)[0]  # type: ignore[no-untyped-call]  # autograd's
+        return loss
 
     def _inputs(self, weights: Weights, rows: Tensor, previous: Tensor) -> Tensor:
         """What the head reads of rows that guess, and of the tokens before their guesses."""
@@ -110,10 +120,10 @@ class DFlash:
         return Weights(self.tensors, self._embedding.dtype, self._frozen.llama.rms_norm_eps)
 
     def _drawn_roots(self, batch: Batch, random: torch.Generator) -> Tensor:
-        """Tokens of the answers that have one behind them. Shapes: -> [B, N] i64."""
-        count = (batch.lengths - 1 - batch.starts).clamp(min=1)
-        share = torch.rand(len(count), BLOCKS, generator=random).to(count.device)
-        return batch.starts[:, None] + (share * count[:, None]).long()
+        """Tokens of the answers that have one behind them: one of each part of an answer. Shapes: -> [B, N] i64."""
+        count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], _num_blocks(batch)
+        share = (torch.rand(len(count), blocks, generator=random) + torch.arange(blocks)) / blocks
+        return batch.starts[:, None] + (share.to(count.device) * count).long().minimum(count - 1)
 
     @torch.no_grad()
     def accepted(self, batch: Batch) -> Tensor:
@@ -144,31 +154,22 @@ class DFlash:
         sees_context = batch.places < roots.repeat_interleave(size, 1)[..., None]
         sees_block = (of_block == of_block[:, None]).expand(count, -1, -1)
         visible = torch.cat((sees_context, sees_block), 2)[:, None]
+        hidden_from = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill(~visible, -torch.inf)
+        of_rows = self._frozen.cos_sin[places]
+        of_both = torch.cat((self._frozen.cos_sin[batch.places].expand(count, -1, -1), of_rows), 1)
         for index in range(self._num_layers):
             name = f"layers.{index}"
             x = weights.norm(f"{name}.input_layernorm", hidden)
-            hidden = hidden + self._attended(weights, f"{name}.self_attn", x, context, places, visible)
+            q = _turned(weights, f"{name}.self_attn.q", weights.linear(f"{name}.self_attn.q_proj", x), of_rows)
+            k, v = (
+                torch.cat([weights.linear(f"{name}.self_attn.{part}_proj", rows) for rows in (context, x)], 1)
+                for part in "kv"
+            )
+            k, v = _turned(weights, f"{name}.self_attn.k", k, of_both), v.unflatten(2, (-1, q.shape[3]))
+            found = _attended(q, k, v, hidden_from)
+            hidden = hidden + weights.linear(f"{name}.self_attn.o_proj", found.flatten(2))
             hidden = hidden + weights.mlp(f"{name}.mlp", weights.norm(f"{name}.post_attention_layernorm", hidden))
         return weights.norm("norm", hidden).view(count, blocks, size, -1)[:, :, self.first_guess :]
-
-    def _attended(
-        self, weights: Weights, name: str, x: Tensor, context: Tensor, places: Tensor, visible: Tensor
-    ) -> Tensor:
-        """Shapes: x [B, N * R, H], context [B, L, H], places [B, N * R], visible [B, 1, N * R, L + N * R]."""
-        table, dim = self._frozen.cos_sin, self._frozen.llama.head_dim
-        of_context = table[: context.shape[1]].expand(len(x), -1, -1)
-        of_rows = table[places]
-        both = torch.cat((context, x), 1)
-        q, k, v = (
-            in_heads(weights.linear(f"{name}.{part}_proj", rows), dim)
-            for part, rows in zip("qkv", (x, both, both), strict=True)
-        )
-        q = rotated(weights.norm(f"{name}.q_norm", q), of_rows[:, None])
-        k = rotated(weights.norm(f"{name}.k_norm", k), torch.cat((of_context, of_rows), 1)[:, None])
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return weights.linear(f"{name}.o_proj", found.transpose(1, 2).flatten(2))
 
 
 class DSpark(DFlash):
@@ -200,18 +201,75 @@ class DSpark(DFlash):
         return config | {"architectures": ["DSparkDraftModel"]}
 
     def _inputs(self, weights: Weights, rows: Tensor, previous: Tensor) -> Tensor:
-        return torch.cat((rows, F.embedding(previous, weights[f"{MARKOV}1"])), -1)
+        # Of the parameter itself: its gradient is summed in float32.
+        known = self.tensors[f"{MARKOV}1.weight"].index_select(0, previous.flatten())
+        return torch.cat((rows, known.to(rows.dtype).view(*previous.shape, -1)), -1)
 
     def _head(self, weights: Weights) -> Tensor:
-        return torch.cat((self._frozen.head, weights[f"{MARKOV}2"]), 1)
+        return torch.cat((self._frozen.head, weights[f"{MARKOV}2"].detach()), 1)
 
-    def _errors(self, weights: Weights, errors: Tensor, inputs: Tensor, logits: Tensor, hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            probs = self._frozen.target.head.logits(hidden).float().softmax(-1)
-        distance = (logits.softmax(-1) - probs).abs().sum(-1)
+    def _error(self, weights: Weights, inputs: Tensor, batch: Batch, guessed: Tensor, shares: Tensor) -> Tensor:
+        tokens = _at(batch.tokens, guessed).flatten()
+        with torch.no_grad():  # of the hidden state that said the token
+            target = self._frozen.target.head.logits(_at(batch.hidden, guessed - 1).flatten(0, 2)).contiguous()
+        given = weights[f"{MARKOV}2"], self._head(weights), tokens, shares, target, DISTANCE
+        loss, distances = _GuessLoss.apply(inputs, *given)  # type: ignore[no-untyped-call]  # autograd's
         confidence = weights.linear(CONFIDENCE, inputs).squeeze(-1).float() + self.tensors[f"{CONFIDENCE}.bias"]
-        doubts = F.binary_cross_entropy_with_logits(confidence, 1 - distance.detach() / 2, reduction="none")
-        return SHARES[0] * errors + SHARES[1] * distance + doubts
+        doubts = F.binary_cross_entropy_with_logits(confidence, 1 - distances / 2, reduction="none")
+        whole: Tensor = loss + (doubts * shares).sum()
+        return whole
+
+
+class _GuessLoss(torch.autograd.Function):
+    """Sum of the guesses' losses, and their distances. Gradients are computed with it: no logits are kept.
+
+    Shapes: inputs [R, I], bias [V, r] or None: the last columns of head [V, I], tokens [R], shares [R] f32,
+    target [R, V] or None -> [] f32, [R] f32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        bias: Tensor | None,
+        head: Tensor,
+        tokens: Tensor,
+        shares: Tensor,
+        target: Tensor | None,
+        share: float,
+    ) -> tuple[Tensor, Tensor]:
+        logits = F.linear(inputs, head)
+        errors, distances = token_losses(logits, tokens, shares, target, share)
+        if any(ctx.needs_input_grad):
+            of_bias = None if bias is None else logits.mT @ inputs[:, -bias.shape[1] :]
+            ctx.save_for_backward(logits @ head, of_bias)
+        ctx.mark_non_differentiable(distances)
+        return (((1 - share) * errors + share * distances) * shares).sum(), distances
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs, of_bias = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
+        return of_inputs, of_bias, None, None, None, None, None
+
+
+def _num_blocks(batch: Batch) -> int:
+    """Of each sample."""
+    return min(BLOCKS, batch.tokens.shape[1])
+
+
+def _turned(weights: Weights, name: str, x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Heads with their norm and rotated. Shapes: x [B, T, h * d], cos_sin [B, T, d] -> [B, T, h, d]."""
+    dim = cos_sin.shape[2]
+    heads = weights.norm(f"{name}_norm", x.unflatten(2, (-1, dim)))
+    given = heads.view(1, -1, x.shape[2]), cos_sin.flatten(0, 1), heads.shape[2], 0
+    turned: Tensor = RotatedHeads.apply(*given)[0]  # type: ignore[no-untyped-call]  # autograd's
+    return turned.view_as(heads)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, hidden_from: Tensor) -> Tensor:
+    """Shapes: q [B, T, h, d], k and v [B, T', g, d], hidden_from [B, 1, T, T']: 0, or -inf -> [B, T, h, d]."""
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for each in (k, v))
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=hidden_from).transpose(1, 2)
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:

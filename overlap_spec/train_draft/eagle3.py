@@ -20,8 +20,6 @@ from overlap_spec_kernels import (
     attend_own_keys,
     attend_own_keys_back,
     soft_cross_entropy,
-    split_rotated,
-    split_rotated_back,
 )
 from torch import Tensor
 
@@ -36,6 +34,7 @@ from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import (
     Batch,
     Frozen,
+    RotatedHeads,
     Tensors,
     Weights,
     as_parameters,
@@ -54,6 +53,8 @@ EVERYTHING = slice(None)
 
 class Eagle3:
     """The head (`Head`)."""
+
+    visits = 1  # its loss is of all rows
 
     def __init__(
         self,
@@ -99,9 +100,9 @@ class Eagle3:
         return {"ids": self.ids.cpu()}
 
     def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        return self.loss_at(batch, self.places(batch))
+        return self.loss_at(batch, self.places(batch, random))
 
-    def places(self, batch: Batch) -> Tensor:
+    def places(self, batch: Batch, random: torch.Generator) -> Tensor:
         """Rows whose guess can be learnt. Shapes: -> [n] i64, of B * L. Sync: reads their number."""
         wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
         return wanted.flatten().nonzero().squeeze(1)
@@ -190,7 +191,7 @@ class _Kept:
     def attend(self, qkv: Tensor) -> Tensor:
         """Shapes: [B, L, (h + 2 g) d] -> [B, L, h, d]."""
         step = len(self._keys)
-        q, k, v = _RotatedHeads.apply(qkv, self._cos_sin, self._num_heads, self._num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
+        q, k, v = RotatedHeads.apply(qkv, self._cos_sin, self._num_heads, self._num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
         self._keys.append(k)
         self._values.append(v)
         if q.shape[1] <= step:
@@ -199,19 +200,6 @@ class _Kept:
             return chain_attention_reference(q, self._keys, self._values)
         found: Tensor = _ChainAttention.apply(q, *self._keys, *self._values)  # type: ignore[no-untyped-call]  # autograd's
         return found
-
-
-class _RotatedHeads(torch.autograd.Function):
-    """`split_rotated`."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos_sin)
-        return split_rotated(qkv, cos_sin, num_heads, num_kv_heads)
-
-    @staticmethod
-    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None]:
-        return split_rotated_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 
 
 def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

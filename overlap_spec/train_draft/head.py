@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import split_rotated, split_rotated_back
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
@@ -50,12 +51,22 @@ class Batch:
 
 
 class Head(Protocol):
-    """A draft that is trained. `tensors`: its parameters in float32, by the names of its checkpoint."""
+    """A draft that is trained. `tensors`: its parameters in float32, by the names of its checkpoint.
+
+    `visits`: steps on a batch's hidden states, each with other places.
+    """
 
     tensors: Tensors
+    visits: int
 
     def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
         """The paper's loss, a mean over what is guessed. Shapes: -> []."""
+
+    def places(self, batch: Batch, random: torch.Generator) -> Tensor:
+        """Rows that the loss is of. Shapes: -> [n] i64, of B * L."""
+
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
+        """The loss of some rows, or of the first `count`. Shapes: places [n] i64, count [] i64 -> []. Sync: never."""
 
     def accepted(self, batch: Batch) -> Tensor:
         """How many guesses are right after each root, greedily. Shapes: [B, L] i64; only the answers' roots count."""
@@ -221,11 +232,17 @@ def in_heads(x: Tensor, head_dim: int) -> Tensor:
     return heads.transpose(1, 2)
 
 
-def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d / 2), in the table's type. Shapes: x [B, h, T, d], cos_sin [.., T, d]."""
-    first, second = x.chunk(2, -1)
-    cos, sin = cos_sin.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+class RotatedHeads(torch.autograd.Function):
+    """`split_rotated`."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos_sin)
+        return split_rotated(qkv, cos_sin, num_heads, num_kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None]:
+        return split_rotated_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 
 
 def chunked_argmax(rows: Tensor, head: Tensor, size: int = 4096) -> Tensor:

@@ -8,6 +8,7 @@ little, and `--resume` goes on.
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -297,7 +298,7 @@ class _Training:
         self._num_broken = 0
         device = engine.target.embedding.device
         self._captured = None
-        if device.type == "cuda" and isinstance(head, Eagle3):
+        if device.type == "cuda":
             self._captured = BatchSteps(head, self._steps, engine.ring.part_rows, device)
         if kept is not None:
             self._go_on(kept)
@@ -319,13 +320,16 @@ class _Training:
         seed = order.seed + report.steps  # a run that goes on sees another order
         self._batches = endless_batches(self._samples, self._engine.ring.part_rows, Random(seed))
         first, between = report.steps, max(order.time_limit_s / MEASURED, LEAST_BETWEEN_S)
-        following, measured = self._next_batch(), begun
+        following, measured, most = self._next_batch(), begun, order.max_steps or sys.maxsize
         while (now := time.monotonic()) + SPARE * spent < order.deadline or report.steps == first:
-            if 0 < order.max_steps <= report.steps - first:
+            if (left := most - (report.steps - first)) <= 0:
                 break
             batch, following = following, self._next_batch()
             share = (now - begun) / max(order.deadline - SPARE * spent - begun, 1e-9)
-            self._step(batch, report.steps - first, share)
+            self._look()
+            for _ in range(min(self._head.visits, left)):
+                self._step(batch, report.steps - first, share)
+            report.rows += batch.tokens.numel()
             spent_s = time.monotonic() - begun
             report.steps_per_s, report.rows_per_s = (report.steps - first) / spent_s, report.rows / spent_s
             if time.monotonic() - measured > between:
@@ -338,19 +342,17 @@ class _Training:
 
     def _step(self, batch: Batch, step: int, share: float) -> None:
         """`share`: of the time that has gone by."""
-        self._look()
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
         self._steps.set_rate(self._rate * min(1.0, (step + 1) / WARM_UP) * fall)
         try:
             if self._captured is not None:
-                self._loss = self._captured.take(batch)
+                self._loss = self._captured.take(batch, self._random)
             else:
                 self._loss = self._steps.take(lambda: self._head.loss(batch, self._random))
         except torch.OutOfMemoryError as error:
             text = f"training has no memory left beside the engine; give it less: {str(error).splitlines()[0]}"
             raise ConfigError("mem_fraction_static", text) from None
         self.report.steps += 1
-        self.report.rows += batch.tokens.numel()
 
     def _look(self) -> None:
         """At the last step, whose end was waited for since: hidden states were written after it."""

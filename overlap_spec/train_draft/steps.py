@@ -8,13 +8,14 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import fields
+from typing import Any, Generic, TypeVar
 
 import torch
 from overlap_spec_kernels import only_compiles
 from torch import Tensor
 
-from overlap_spec.train_draft.head import Batch, Tensors
+from overlap_spec.train_draft.head import Batch, Head, Tensors
 from overlap_spec.worker.capture import no_collection
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
@@ -125,38 +126,31 @@ class Steps:
                 tensor.zero_()
 
 
-class Chained(Protocol):
-    """A head whose loss waits for nothing (`Eagle3`)."""
-
-    def places(self, batch: Batch) -> Tensor: ...
-
-    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor: ...
-
-
 class BatchSteps:
     """Steps on batches of at most `num_rows` rows. They are copied to where graphs read them, and filled up.
 
     So there is one shape for each length of a batch's samples and each of `SHARES` numbers of places.
     """
 
-    def __init__(self, head: Chained, steps: Steps, num_rows: int, device: torch.device) -> None:
+    def __init__(self, head: Head, steps: Steps, num_rows: int, device: torch.device) -> None:
         self._head, self._steps, self._num_rows = head, steps, num_rows
         self._share = -(-num_rows // SHARES)
         self._replays, self._kept = Replays(device), dict[str, Tensor]()
 
-    def take(self, batch: Batch) -> Tensor:
-        """Take one step. Returns its loss, which the next step writes anew. Sync: reads the number of places."""
-        places, (count, length) = self._head.places(batch), batch.tokens.shape
+    def take(self, batch: Batch, random: torch.Generator) -> Tensor:
+        """Take one step. Returns its loss, which the next step writes anew. Sync: a head may read what is known."""
+        count, length = batch.tokens.shape
         samples = max(self._num_rows // length, count)
+        kept = [self._copied(each.name, getattr(batch, each.name), samples) for each in fields(Batch)]
+        for each in kept[3:]:
+            each[count:] = 0  # samples of no tokens
+        places = self._head.places(Batch(*kept), random)
         num_places = max(-(-len(places) // self._share), 1) * self._share
-        tokens = self._copied("tokens", batch.tokens, samples)
-        aux, hidden = (self._copied(name, getattr(batch, name), samples) for name in ("aux", "hidden"))
-        kept = Batch(tokens, aux, hidden, batch.lengths, batch.starts)  # of which a loss reads no lengths
         at = self._copied("places", places, num_places)
         at[len(places) :] = at[0] if len(places) else 0
         number = self._copied("number", torch.tensor([len(places)]), 1)[0]
         key = samples, length, num_places
-        return self._replays.run(key, lambda: self._steps.take(lambda: self._head.loss_at(kept, at, number)))
+        return self._replays.run(key, lambda: self._steps.take(lambda: self._head.loss_at(Batch(*kept), at, number)))
 
     def _copied(self, name: str, values: Tensor, count: int) -> Tensor:
         """Where tensors of this name are, with `count` for the first dimension."""

@@ -5,19 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import soft_cross_entropy
-from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy_reference
+from overlap_spec_kernels import soft_cross_entropy, token_losses
+from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy_reference, token_losses_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_seeds
 from support.swapped_heads import swap_all_the_time
-from support.train_batches import batch, head
+from support.train_batches import batch, block_head, head
 from test_ring_cuda import PLACE
 
 from overlap_spec.config import AdaptSettings
 from overlap_spec.features.adapt_draft import worker
 from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference
+from overlap_spec.train_draft.dflash import DFlash, DSpark
+from overlap_spec.train_draft.eagle3 import Eagle3, _ChainAttention, chain_attention_reference
+from overlap_spec.train_draft.head import Head
 from overlap_spec.train_draft.steps import BatchSteps, Steps
 
 
@@ -37,23 +39,28 @@ def test_tokens_are_plain_decodings_while_heads_change(
     assert swaps.taken and swaps.trained, swaps
 
 
-def test_a_graph_of_a_step_teaches_what_the_step_does(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [Eagle3, DFlash, DSpark])
+def test_a_graph_of_a_step_teaches_what_the_step_does(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Of batches in several shapes, in turns; the first of each shape runs operation by operation."""
+
+    def made_head() -> Head:
+        return head("cuda") if kind is Eagle3 else block_head(kind, "cuda")
+
     found, losses = list[dict[str, torch.Tensor]](), list[list[float]]()
     for captures in (True, False):
-        made = head("cuda")
+        made, random = made_head(), torch.Generator()
         steps = Steps(made.tensors)
         taken = BatchSteps(made, steps, 64, torch.device("cuda"))
         taken._replays._captures = captures
         losses.append([])
         for seed, (count, length) in enumerate([(3, 20), (4, 16), (3, 20), (2, 20), (4, 16), (3, 20), (3, 16)] * 2):
             steps.set_rate(1e-3 * (1 + seed % 3))
-            losses[-1].append(float(taken.take(batch(seed % 5, count, length, "cuda"))))
+            losses[-1].append(float(taken.take(batch(seed % 5, count, length, "cuda"), random)))
         assert bool(taken._replays._graphs) == captures
         found.append({name: tensor.detach() for name, tensor in made.tensors.items()})
     assert "operation by operation" not in caplog.text
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0][5] < losses[0][0]
-    begun = head("cuda").tensors
+    begun = made_head().tensors
     for name, tensor in found[0].items():
         moved = (found[1][name] - begun[name].detach()).norm()
         assert moved > 0 and (tensor - found[1][name]).norm() < 0.02 * moved, name
@@ -86,6 +93,18 @@ def test_a_losss_kernel_is_its_reference(rows: int, size: int, dtype: torch.dtyp
     weights, other = torch.rand(rows, device="cuda"), logits.clone()
     expected = soft_cross_entropy_reference(other, probs, weights)
     torch.testing.assert_close(soft_cross_entropy(logits, probs, weights), expected, rtol=1e-5, atol=1e-5)
+    assert (logits.float() - other.float()).norm() <= 1e-3 * other.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "size", "share"), [(3, 777, 0.9), (300, 49152, 0.9), (5, 32000, 0.0)])
+def test_a_tokens_losses_are_the_references(rows: int, size: int, share: float, dtype: torch.dtype) -> None:
+    random = torch.Generator("cuda").manual_seed(size)
+    logits, target = (torch.randn(rows, size, generator=random, device="cuda").mul(5).to(dtype) for _ in range(2))
+    tokens, weights = torch.randint(size, (rows,), device="cuda"), torch.rand(rows, device="cuda")
+    other, given = logits.clone(), (tokens, weights, target if share else None, share)
+    expected = token_losses_reference(other, *given)
+    torch.testing.assert_close(token_losses(logits, *given), expected, rtol=1e-5, atol=1e-5)
     assert (logits.float() - other.float()).norm() <= 1e-3 * other.float().norm()
 
 

@@ -15,6 +15,7 @@ from overlap_spec_kernels.logits.soft_cross_entropy import (
     _MOST_WARPS,
     _NUM_WARPS,
     _soft_cross_entropy_kernel,
+    _token_losses_kernel,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -79,3 +80,14 @@ def test_a_losss_gradient_compiles_without_spills(dtype: str, block: int, num_wa
     } | {"size": "i32", "weights_stride": "i32"}
     source = ASTSource(function, signature, {(function.arg_names.index(n),): v for n, v in constants.items()})
     assert ".local" not in triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["ptx"]
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_a_tokens_losses_compile_without_spills(has_target: bool) -> None:
+    function = _token_losses_kernel.compiled
+    constants = {"HAS_TARGET": has_target, "BLOCK": _BLOCK, "LEAST": _LEAST}
+    types = {"logits_ptr": "*bf16", "target_ptr": "*bf16", "tokens_ptr": "*i64", "share": "fp32"}
+    types |= {"size": "i32", "weights_stride": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*fp32") for name in function.arg_names}
+    source = ASTSource(function, signature, {(function.arg_names.index(n),): v for n, v in constants.items()})
+    assert ".local" not in triton.compile(source, target=HOPPER, options={"num_warps": _NUM_WARPS}).asm["ptx"]

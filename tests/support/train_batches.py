@@ -1,8 +1,9 @@
-"""A tiny EAGLE-3 head that is trained, and batches that are drawn."""
+"""Tiny heads that are trained, and batches that are drawn."""
 
 import torch
 
 from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.train_draft.dflash import DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3
 from overlap_spec.train_draft.head import Batch, Frozen
 from support.tiny.models import load_tiny_target, tiny_target
@@ -11,12 +12,25 @@ TARGET = tiny_target(3, layers=4)
 AUX = (0, 2)
 
 
-def head(device: str = "cpu") -> Eagle3:
-    """Of half the vocabulary; on a GPU in float32."""
+def frozen(device: str) -> Frozen:
+    """The target's parts; on a GPU in float32."""
     dtype = torch.float64 if device == "cpu" else torch.float32
     llama = LlamaConfig.from_hf(TARGET.config | {"tie_word_embeddings": False}, "tiny")
-    ids = torch.arange(TARGET.config["vocab_size"])[::2]
-    return Eagle3(Frozen.of(load_tiny_target(TARGET, dtype, torch.device(device)), llama, {}, 64), AUX, ids)
+    return Frozen.of(load_tiny_target(TARGET, dtype, torch.device(device)), llama, {}, 64)
+
+
+def head(device: str = "cpu") -> Eagle3:
+    """Of half the vocabulary."""
+    return Eagle3(frozen(device), AUX, torch.arange(TARGET.config["vocab_size"])[::2])
+
+
+def block_head(kind: type[DFlash], device: str = "cpu") -> DFlash:
+    """Two layers, and blocks of five rows; a bias that is not 0."""
+    made = kind(frozen(device), AUX, 2, 5, 2)
+    if (bias := made.tensors.get("markov_head.markov_w2.weight")) is not None:
+        with torch.no_grad():
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    return made
 
 
 def batch(seed: int, count: int, length: int, device: str = "cpu") -> Batch:

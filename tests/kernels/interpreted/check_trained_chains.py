@@ -22,15 +22,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_chains, "runs_triton", lambda tensor: True)
 
 
-@pytest.mark.parametrize("size", [8, 12])
-def test_split_rotated(size: int) -> None:
+@pytest.mark.parametrize(("size", "kv_heads"), [(8, KV_HEADS), (12, KV_HEADS), (8, 0)])
+def test_split_rotated(size: int, kv_heads: int) -> None:
     torch.manual_seed(size)
-    qkv, cos_sin = torch.randn(COUNT, 5, (HEADS + 2 * KV_HEADS) * size), torch.randn(5, size)
+    qkv, cos_sin = torch.randn(COUNT, 5, (HEADS + 2 * kv_heads) * size), torch.randn(5, size)
     leaf = qkv.clone().requires_grad_()
-    expected = split_rotated_reference(leaf, cos_sin, HEADS, KV_HEADS)
+    expected = split_rotated_reference(leaf, cos_sin, HEADS, kv_heads)
     grads = [torch.randn_like(each) for each in expected]
     torch.autograd.backward(expected, grads)
-    torch.testing.assert_close(split_rotated(qkv, cos_sin, HEADS, KV_HEADS), tuple(each.detach() for each in expected))
+    torch.testing.assert_close(split_rotated(qkv, cos_sin, HEADS, kv_heads), tuple(each.detach() for each in expected))
     for back in (split_rotated_back, split_rotated_back_reference):
         torch.testing.assert_close(back(*grads, cos_sin), leaf.grad)
 

@@ -1,10 +1,13 @@
 """Values and gradients of EAGLE-3's own operations: those of loops, and autograd's."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec.train_draft import dflash
 from overlap_spec.train_draft.eagle3 import _ChainAttention, _GuessLoss, chain_attention_reference
 
 
@@ -88,3 +91,28 @@ def test_a_guesss_loss_and_its_gradients_are_those_of_kept_logits() -> None:
         found.append([loss.detach(), *(each.grad for each in leaves)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_target", [True, False])
+def test_a_blocks_losses_and_their_gradients_are_those_of_kept_logits(with_target: bool) -> None:
+    """The bias has the head's last columns; the distance is told, and has no gradient of its own."""
+    random, found = torch.Generator().manual_seed(3), list[list[Any]]()
+    sizes = (7, 8), (40, 3), (40, 5), (7, 40)
+    inputs, bias, frozen, target = (torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
+    tokens, share = torch.randint(40, (7,), generator=random), 0.9 * with_target
+    shares = torch.rand(7, generator=random) * (torch.arange(7) != 2)
+    for fused in (True, False):
+        leaves = [each.clone().requires_grad_() for each in (inputs, bias)]
+        head = torch.cat((frozen, leaves[1]), 1)
+        if fused:
+            given = head.detach(), tokens, shares, target if with_target else None, share
+            loss, distances = dflash._GuessLoss.apply(*leaves, *given)  # type: ignore[no-untyped-call]  # autograd's
+        else:
+            logits = leaves[0] @ head.T
+            distances = (logits.softmax(1) - target.softmax(1)).abs().sum(1) * with_target
+            errors = (1 - share) * F.cross_entropy(logits, tokens, reduction="none") + share * distances
+            loss = (errors * shares).sum()
+        (3 * loss).backward()
+        found.append([loss.detach(), distances.detach(), *(each.grad for each in leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)

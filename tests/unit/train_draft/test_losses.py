@@ -47,7 +47,19 @@ def randomised(head: Any, seed: int = 2) -> Any:
 
 
 def in_float64(head: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().double() for name, tensor in head.tensors.items()}
+    """With the way back to the parameters."""
+    return {name: tensor.double() for name, tensor in head.tensors.items()}
+
+
+def check_loss(head: DFlash, given: Batch, expected: Tensor) -> None:
+    """The loss, and the gradient of every parameter; `expected`: the loss of loops."""
+    gradients = torch.autograd.grad(expected, list(head.tensors.values()))
+    loss = head.loss(given, torch.Generator().manual_seed(4))
+    torch.testing.assert_close(float(loss.detach()), float(expected.detach()), rtol=1e-5, atol=0)
+    loss.backward()
+    for (name, tensor), gradient in zip(head.tensors.items(), gradients, strict=True):
+        assert tensor.grad is not None and gradient.abs().sum() > 0, name
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()), msg=name)
 
 
 class Chains:
@@ -85,7 +97,7 @@ def test_eagle3s_loss_is_that_of_its_chains(eagle3: Eagle3) -> None:
                 place = first + step + 2
                 if start <= place < length and int(given.tokens[sample, place]) in known:
                     probs = (given.hidden[sample, place - 1] @ HEAD[eagle3.ids].T).softmax(0)
-                    errors[step].append(float(-(probs * logits.log_softmax(0)).sum()))
+                    errors[step].append(-float((probs * logits.detach().log_softmax(0)).sum()))
     expected = sum(DECAY**step * sum(each) / len(each) for step, each in enumerate(errors))
     loss = eagle3.loss(given, torch.Generator())
     torch.testing.assert_close(float(loss.detach()), expected, rtol=1e-5, atol=0)
@@ -147,18 +159,15 @@ def test_dflashs_loss_is_that_of_its_blocks(dflash: DFlash) -> None:
     drawn = torch.cat([dflash._drawn_roots(given, torch.Generator().manual_seed(seed)) for seed in range(9)], 1)
     for sample, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
         assert set(drawn[sample].tolist()) == set(range(start, length - 1)), "any root, and none without a guess"
-    errors = weights = 0.0
+    errors, weights = torch.tensor(0.0), 0.0
     for sample, length in enumerate(LENGTHS):
         for root in roots[sample].tolist():
             logits = block_logits(dflash, given, sample, root)
             for ahead in range(1, min(BLOCK, length - root)):
                 weight = math.exp(-(ahead - 1) / (BLOCK / 2))
-                errors += weight * float(F.cross_entropy(logits[ahead], given.tokens[sample, root + ahead]))
+                errors = errors + weight * F.cross_entropy(logits[ahead], given.tokens[sample, root + ahead])
                 weights += weight
-    loss = dflash.loss(given, torch.Generator().manual_seed(4))
-    torch.testing.assert_close(float(loss.detach()), errors / weights, rtol=1e-5, atol=0)
-    loss.backward()
-    assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in dflash.tensors.values())
+    check_loss(dflash, given, errors / weights)
 
 
 def test_dflashs_accepted_guesses_are_those_of_its_blocks(dflash: DFlash) -> None:
@@ -187,7 +196,7 @@ def dspark() -> DSpark:
 
 def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
     """Of each guess by the answer's token before it: a tenth of cross-entropy, nine of distance, and the confidence."""
-    given, errors, weights = batch(), 0.0, 0.0
+    given, errors, weights = batch(), torch.tensor(0.0), 0.0
     tensors, reference = in_float64(dspark), ReferenceDSpark(reference_of(dspark), "vanilla")
     roots = dspark._drawn_roots(given, torch.Generator().manual_seed(4))
     for sample, length in enumerate(LENGTHS):
@@ -200,15 +209,12 @@ def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
                 distance = (logits.softmax(0) - probs).abs().sum()
                 read = torch.cat((rows[row], tensors["markov_head.markov_w1.weight"][before]))
                 sure = tensors["confidence_head.proj.weight"] @ read + tensors["confidence_head.proj.bias"]
-                accepted = sure.sigmoid(), 1 - distance / 2
+                accepted = sure.sigmoid(), 1 - distance.detach() / 2
                 doubt = -(accepted[1] * accepted[0].log() + (1 - accepted[1]) * (1 - accepted[0]).log())
                 error = 0.1 * F.cross_entropy(logits, given.tokens[sample, place]) + 0.9 * distance + doubt
                 weight = math.exp(-row / ((BLOCK + 1) / 2))
-                errors, weights = errors + weight * float(error), weights + weight
-    loss = dspark.loss(given, torch.Generator().manual_seed(4))
-    torch.testing.assert_close(float(loss.detach()), errors / weights, rtol=1e-5, atol=0)
-    loss.backward()
-    assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in dspark.tensors.values())
+                errors, weights = errors + weight * error, weights + weight
+    check_loss(dspark, given, errors / weights)
 
 
 def test_dsparks_accepted_guesses_are_those_of_its_blocks(dspark: DSpark) -> None:

@@ -6,17 +6,21 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels.launch import compiling_only
-from support.train_batches import batch, head
+from support.train_batches import batch, block_head, head
 from torch import Tensor
 
+from overlap_spec.train_draft.dflash import DFlash, DSpark
+from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.head import Head
 from overlap_spec.train_draft.steps import BatchSteps, Replays, Steps
 
 BATCHES = [(1, 3, 20), (2, 2, 20), (3, 4, 16), (4, 1, 20)]  # of 64 rows at most
 
 
-def test_batches_that_are_filled_up_teach_what_they_do_alone() -> None:
+@pytest.mark.parametrize("kind", [Eagle3, DFlash, DSpark])
+def test_batches_that_are_filled_up_teach_what_they_do_alone(kind: Any) -> None:
     """Of one shape they are in one place, whatever the last one left there."""
-    heads = [head(), head()]
+    heads: list[Head] = [head() if kind is Eagle3 else block_head(kind) for _ in range(2)]
     steps = [Steps(each.tensors) for each in heads]
     filled = BatchSteps(heads[1], steps[1], 64, torch.device("cpu"))
     keys, run = list[Any](), filled._replays.run
@@ -28,7 +32,7 @@ def test_batches_that_are_filled_up_teach_what_they_do_alone() -> None:
             each.set_rate(1e-3)
         # mypy infers no type of a lambda's default
         alone = steps[0].take(lambda given=given: heads[0].loss(given, torch.Generator()))  # type: ignore[misc]
-        assert float(filled.take(given)) == pytest.approx(float(alone), rel=1e-5)
+        assert float(filled.take(given, torch.Generator())) == pytest.approx(float(alone), rel=1e-5)
     for name, tensor in heads[0].tensors.items():
         torch.testing.assert_close(tensor, heads[1].tensors[name], rtol=1e-3, atol=1e-5, msg=name)
     assert [key[:2] for key in keys] == [(3, 20), (3, 20), (4, 16), (3, 20)] and all(key[2] % 8 == 0 for key in keys)
