@@ -21,7 +21,7 @@ from overlap_spec_kernels import token_losses
 from torch import Tensor
 
 from overlap_spec.train_draft.head import (
-    STD,
+    FC_STD,
     Batch,
     Frozen,
     RotatedHeads,
@@ -60,7 +60,7 @@ class DFlash:
         self.tensors: Tensors = as_parameters(drawn, frozen.embedding.device)
 
     def _begun(self, random: torch.Generator) -> Tensors:
-        """The target's last layers, with norms of heads that have no effect yet but the scale."""
+        """The target's last layers, which read its last aux hidden state as their own inputs."""
         llama, hidden = self._frozen.llama, self._frozen.llama.hidden_size
         made: Tensors = {}
         count = self._frozen.target.num_layers
@@ -68,10 +68,12 @@ class DFlash:
             known = self._frozen.layer(max(count - self._num_layers + index, 0))
             layer = begun_layer(llama, hidden, known, random)
             made |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
-            made |= {f"layers.{index}.self_attn.{part}_norm.weight": torch.ones(llama.head_dim) for part in "qk"}
-        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * STD
+            sizes = {part: _head_norm(known, part) * torch.ones(llama.head_dim) for part in "qk"}
+            made |= {f"layers.{index}.self_attn.{part}_norm.weight": size for part, size in sizes.items()}
+        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * FC_STD
         fc[:, -hidden:] += torch.eye(hidden)
-        made["fc.weight"], made["hidden_norm.weight"] = fc, torch.ones(hidden)
+        norms = [made[f"layers.{index}.input_layernorm.weight"] for index in range(self._num_layers)]
+        made["fc.weight"], made["hidden_norm.weight"] = fc, torch.stack(norms).mean(0)
         made["norm.weight"] = self._frozen.final_norm.cpu()
         return made
 
@@ -250,6 +252,15 @@ class _GuessLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         of_inputs, of_bias = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
         return of_inputs, of_bias, None, None, None, None, None
+
+
+def _head_norm(known: Tensors, part: str) -> Tensor:
+    """The target's; else what leaves heads as large as its projection makes them of rows that are drawn."""
+    if (norm := known.get(f"self_attn.{part}_norm.weight")) is not None:
+        return norm.cpu()
+    if (weight := known.get(f"self_attn.{part}_proj.weight")) is None:
+        return torch.ones(1)
+    return (weight * known["input_layernorm.weight"]).square().sum(1).mean().sqrt().view(1).cpu()
 
 
 def _num_blocks(batch: Batch) -> int:

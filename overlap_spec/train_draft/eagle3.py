@@ -32,6 +32,7 @@ from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import (
+    FC_STD,
     Batch,
     Frozen,
     RotatedHeads,
@@ -82,7 +83,7 @@ class Eagle3:
         made = {f"{LAYER}.{name}": tensor for name, tensor in layer.items()}
         made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
         made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
-        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * 0.005
+        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * FC_STD
         fc[:, -hidden:] += torch.eye(hidden)
         made["fc.weight"], made["norm.weight"] = fc, self._frozen.final_norm.cpu()
         made["lm_head.weight"] = dense(self._rows).float().cpu()

@@ -23,6 +23,7 @@ from overlap_spec.models.targets.llama import LlamaConfig
 
 Tensors = dict[str, Tensor]
 STD = 0.02  # of weights that are drawn
+FC_STD = 0.005  # of those that read hidden states, which are large
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,9 @@ def _weights_of(layer: Any, llama: LlamaConfig) -> Tensors:
             parts = dense(qkv).split((queries, keys, keys))
             found |= {f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", parts, strict=True)}
             found["self_attn.o_proj.weight"] = dense(attention.output)
+            if isinstance(attention.qkv, HeadNormLinear):
+                norms = attention.qkv.query, attention.qkv.key
+                found |= {f"self_attn.{name}_norm.weight": norm for name, norm in zip("qk", norms, strict=True)}
     if isinstance(mlp, GatedMLP) and mlp.down.in_features == llama.intermediate_size:
         found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = dense(mlp.gate_up).chunk(2)
         found["mlp.down_proj.weight"] = dense(mlp.down)

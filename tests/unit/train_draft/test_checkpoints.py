@@ -149,6 +149,24 @@ def test_a_head_begins_with_the_targets_last_layer() -> None:
     torch.testing.assert_close(dense(LOADED.head), weights["lm_head.weight"])
 
 
+def test_a_block_begins_with_context_as_the_targets_layers_read_it() -> None:
+    """Its norm is that of their inputs, and heads are as large as theirs: of rows drawn at random, or by norms."""
+    head, weights = dflash(), TARGET.tensors
+    norms = torch.stack([weights[f"model.layers.{layer}.input_layernorm.weight"] for layer in (5, 6, 7)])
+    torch.testing.assert_close(head.tensors["hidden_norm.weight"].double(), norms.double().mean(0))
+    rows = torch.randn(4000, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for part in "qk":
+        made = rows * norms[1] @ weights[f"model.layers.6.self_attn.{part}_proj.weight"].T
+        size = head.tensors[f"layers.1.self_attn.{part}_norm.weight"]
+        torch.testing.assert_close(size.double(), made.square().mean().sqrt().expand(len(size)), rtol=0.02, atol=0)
+    with_norms = tiny_target(7, layers=3, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    loaded = load_tiny_target(with_norms)
+    frozen = Frozen.of(loaded, layer_numbers(with_norms.config, ""), draft_config(with_norms.config), 32)
+    of_heads = DFlash(frozen, aux_layers_of(3, DraftKind.DFLASH, 2), 2, 8, 5).tensors
+    name = "self_attn.k_norm.weight"
+    torch.testing.assert_close(of_heads[f"layers.1.{name}"].double(), with_norms.tensors[f"model.layers.2.{name}"])
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"), [(30, (1, 14, 26)), (8, (1, 3, 4)), (4, (0, 1, 3)), (2, (0, 1)), (1, (0,))]
 )
