@@ -56,6 +56,7 @@ WIDE = 2048  # hidden sizes above it get half as many rows, and smaller steps
 RATE_OF_CHAINS, RATE_OF_BLOCKS = 3e-3, 1e-3  # of learning
 WARM_UP, LAST_RATE = 100, 0.03  # steps; share of the learning rate at the end
 MEASURED, LEAST_BETWEEN_S = 10, 10.0  # times that held-out prompts are measured in a run, and how far apart
+MOST_MEASURED = 0.03  # share of the time that they take: a big head's optimiser is long to write
 SPARE = 1.5  # times the last measurement and save that is kept free for the next
 MOST_BROKEN = 20  # training steps in a row whose gradients are not finite
 
@@ -332,7 +333,7 @@ class _Training:
             report.rows += batch.tokens.numel()
             spent_s = time.monotonic() - begun
             report.steps_per_s, report.rows_per_s = (report.steps - first) / spent_s, report.rows / spent_s
-            if time.monotonic() - measured > between:
+            if time.monotonic() - measured > max(between, spent / MOST_MEASURED):
                 spent = max(self._measure_and_save(), spent / SPARE)
                 measured = time.monotonic()
             self._shown.trained(report, order.deadline - time.monotonic())
