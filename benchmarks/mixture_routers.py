@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 from overlap_spec_kernels import Routing
-from overlap_spec_kernels.experts.route import chosen_by, logits_of_row, ranked, router_logits_reference, row_of_program
+from overlap_spec_kernels.experts.route import (
+    Common,
+    add_common,
+    chosen_by,
+    logits_of_row,
+    ranked,
+    router_logits_reference,
+    row_of_program,
+    with_common,
+)
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, runs_triton
 from torch import Tensor
@@ -35,46 +44,49 @@ class InjectedChoice:
     last: Tensor  # [R, k] i64
     ends: bool  # of a model's last mixture: the next forward has other experts
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
         """Rows beyond R have the experts of other steps. Shapes: x [T, H], weight [E, H]. Sync: never on CUDA."""
-        routing = (self._choose_triton if runs_triton(x) else self._choose)(x, weight)
+        routing = (self._choose_triton if runs_triton(x) else self._choose)(x, weight, common)
         if self.ends:
             self.step.add_(1)
         return routing
 
-    def _choose(self, x: Tensor, weight: Tensor) -> Routing:
+    def _choose(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
         logits = router_logits_reference(x, weight)
         rows, most = torch.arange(len(logits), device=logits.device), self.table.shape[1]
         drawn = self.table[(self.step + rows // most) % len(self.table), rows % most].long()
         moved = logits.scatter_add(1, drawn, torch.full_like(logits, BONUS)[:, : self.top_k])
         experts = moved.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k].contiguous()
         self.last[: len(logits)].copy_(experts[:most])
-        return Routing(experts, moved.gather(1, experts).softmax(1))
+        return with_common(Routing(experts, moved.gather(1, experts).softmax(1)), x, common)
 
-    def _choose_triton(self, x: Tensor, weight: Tensor) -> Routing:
+    def _choose_triton(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
         return chosen_by(
             choose_drawn_kernel,
             x,
             weight,
             self.top_k,
             (self.table, self.step, self.last, self.table.shape[1]),
+            common,
             STEPS=len(self.table),
             BONUS=BONUS,
         )
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows",))
+@TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def choose_drawn_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, table_ptr: tl.tensor,
     step_ptr: tl.tensor, last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr,
-    STEPS: tl.constexpr, BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    SHARE: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The largest logits of a row. `most`: rows of the table. Programs: see `row_of_program`."""
     row = row_of_program(
         x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
     )
     if row >= 0:
+        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
         expert = tl.arange(0, BLOCK)
         step = (tl.load(step_ptr) + row // most) % STEPS
         drawn: tl.tuple = ()
@@ -85,11 +97,11 @@ def choose_drawn_kernel(
             moved += tl.where(expert == drawn[index], BONUS, 0.0)
         moved = tl.where(expert < EXPERTS, moved, float("-inf"))
         index, rank = ranked(moved, TOP_K, BLOCK)
-        is_chosen, place = rank < TOP_K, row * TOP_K + rank
+        is_chosen = rank < TOP_K
         weights = tl.where(is_chosen, tl.exp(tl.gather(moved, index, 0) - tl.max(moved, axis=0)), 0.0)
-        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
-        tl.store(last_ptr + place, index.to(tl.int64), mask=is_chosen & (row < most))
-        tl.store(weights_ptr + place, weights / tl.sum(weights, axis=0), mask=is_chosen)
+        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        tl.store(last_ptr + row * TOP_K + rank, index.to(tl.int64), mask=is_chosen & (row < most))
+        tl.store(weights_ptr + first + rank, weights / tl.sum(weights, axis=0), mask=is_chosen)
 
 
 class Routers:

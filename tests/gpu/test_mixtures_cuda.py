@@ -21,6 +21,7 @@ from overlap_spec_kernels import (
 from overlap_spec_kernels.experts.best_of_groups import best_of_groups_reference, sigmoid_scores, softmax_scores
 from overlap_spec_kernels.experts.products import tile_of
 from overlap_spec_kernels.experts.quantized_products import quantized_tile
+from overlap_spec_kernels.experts.route import Common
 from overlap_spec_kernels.linear.packing import Packing, part_of
 from overlap_spec_kernels.norm.normed import normalised_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
@@ -202,7 +203,8 @@ def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, in
     experts, top_k, hidden, inner = sizes
     shapes, block = ((2 * inner, hidden), (hidden, inner)), FORMATS["fp8 by block"]
     gate_up, down = (weight_of(experts + 1, *shape, block, BFLOAT) for shape in shapes)
-    stack = StackedExperts(gate_up, down, num_common=1, share=drawn(1, hidden, dtype=BFLOAT, scale=hidden**-0.5))
+    common = Common(experts, drawn(1, hidden, dtype=BFLOAT, scale=hidden**-0.5))
+    stack = StackedExperts(gate_up, down, common=common)
     router = Router(drawn(experts, hidden, dtype=BFLOAT, scale=2 * hidden**-0.5), MostProbable(top_k, True))
     norm, x, residual = norm_of(hidden, BFLOAT), *(drawn(rows, hidden, dtype=BFLOAT)[-33:] for rows in (33, 34))
     if is_wide:
@@ -211,7 +213,7 @@ def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, in
 
         def add(begin: int, end: int, shared: Tensor | None = shared) -> list[Tensor]:
             own = None if shared is None else shared[begin:end]
-            out = stack.add(x[begin:end], router(x[begin:end]), residual[begin:end], norm, own)
+            out = stack.add(x[begin:end], router(x[begin:end], stack.common), residual[begin:end], norm, own)
             assert out.squares is not None
             return [out.values, out.weighted, out.squares.t()]
 

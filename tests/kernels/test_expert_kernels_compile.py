@@ -52,11 +52,12 @@ MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = ROUTED | {"PARTS": 16, "SHARE": 1, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
-MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512}
+CHOICE |= {"COMMON": 0}
+MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON": 2048}
 MANY_ROWS = {"SHARE": 0, "PARTS": 1, "PDL": False}
 GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "SHARE": 4, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
-GROUPS |= {"BLOCK_K": 128, "PDL": True}
+GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192}
 TYPES = {
     "scale": "fp32",
     "correction_ptr": "*fp32",

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.experts.route import (
+    Common,
+    add_common,
     chosen_by,
     logits_of_row,
     ranked,
+    require_common,
     require_router,
     router_logits_reference,
     row_of_program,
+    with_common,
 )
 from overlap_spec_kernels.experts.sum_of_experts import Routing
 from overlap_spec_kernels.language import tl
@@ -52,15 +56,16 @@ class Grouping:
 
 
 def best_of_groups(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
-) -> Routing:
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
+    common: Common | None = None,
+) -> Routing:  # fmt: skip
     """A row's `top_k` experts of highest score within its best groups; of equal ones those of lower index.
 
     `correction`: is added to scores for the choice, not for the weights. `normalised`: a row's weights add up to 1
     before they are scaled. A row that is NaN has the first experts. A row's result has the same bits whatever rows are
     beside it.
-    Shapes: x [T, H], weight [E, H], correction [E] -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
-    argument. Sync: never.
+    Shapes: x [T, H], weight [E, H], correction [E] -> [T, k] twice, k = top_k and `common`; E <= 1024. Raises:
+    ValueError naming the argument. Sync: never.
     """
     require_router(x, weight)
     num_experts = weight.shape[0]
@@ -69,20 +74,22 @@ def best_of_groups(
     require(num_experts % grouping.num_groups == 0, "grouping", "groups of equal size")
     fits = correction is None or (correction.shape == weight.shape[:1] and correction.is_contiguous())
     require(fits, "correction", "[E], contiguous")
+    require_common(x, common)
     run = _best_of_groups_triton if runs_triton(x) else best_of_groups_reference
-    return run(x, weight, top_k, normalised, grouping, correction)
+    return run(x, weight, top_k, normalised, grouping, correction, common)
 
 
 def best_of_groups_reference(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
-) -> Routing:
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
+    common: Common | None = None,
+) -> Routing:  # fmt: skip
     scores = grouping.score(router_logits_reference(x, weight))
     rated = _of_best_groups(scores if correction is None else scores + correction, grouping)
     experts = rated.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = scores.gather(1, experts)
     if normalised:
         weights = weights / (weights.sum(1, keepdim=True) + TINY)
-    return Routing(experts, weights * grouping.scale)
+    return with_common(Routing(experts, weights * grouping.scale), x, common)
 
 
 def _of_best_groups(rated: Tensor, grouping: Grouping) -> Tensor:
@@ -99,8 +106,9 @@ def _of_best_groups(rated: Tensor, grouping: Grouping) -> Tensor:
 
 
 def _best_of_groups_triton(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
-) -> Routing:
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
+    common: Common | None = None,
+) -> Routing:  # fmt: skip
     is_whole = grouping.kept_groups == grouping.num_groups
     return chosen_by(
         _best_of_groups_kernel,
@@ -108,6 +116,7 @@ def _best_of_groups_triton(
         weight,
         top_k,
         (weight if correction is None else correction, grouping.scale),
+        common,
         NORMALISED=normalised,
         SIGMOID=grouping.score is sigmoid_scores,
         CORRECTED=correction is not None,
@@ -119,11 +128,12 @@ def _best_of_groups_triton(
     )
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows",))
+@TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def _best_of_groups_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
-    correction_ptr: tl.tensor, scale: float, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr,
+    correction_ptr: tl.tensor, scale: float, experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor,
+    common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr,
+    TOP_K: tl.constexpr, COMMON: tl.constexpr,
     NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -133,6 +143,7 @@ def _best_of_groups_kernel(
         x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
     )
     if row >= 0:
+        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
         logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS
@@ -154,9 +165,8 @@ def _best_of_groups_kernel(
         is_chosen, weights = rank < TOP_K, tl.gather(scores, index, 0)
         if NORMALISED:
             weights = weights / (tl.sum(tl.where(is_chosen, weights, 0.0), axis=0) + TINY)
-        place = row.to(tl.int64) * TOP_K + rank
-        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
-        tl.store(weights_ptr + place, weights * scale, mask=is_chosen)
+        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        tl.store(weights_ptr + first + rank, weights * scale, mask=is_chosen)
 
 
 @TritonKernel

@@ -13,7 +13,7 @@ it, and however many:
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,19 +41,37 @@ _MAX_EXPERTS = 1024
 _ABSENT = -1  # bits of a number that is not there yet: a NaN that no product is
 
 
-def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+class Common(NamedTuple):
+    """An expert that all rows have, behind those that they choose."""
+
+    expert: int
+    share: Tensor | None = None  # [1, H]: its weight is the sigmoid of x times this; None: it is 1
+
+
+def route(
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
+) -> Routing:
     """Softmax over all experts, of which a row takes the `top_k` most probable; of equal ones those of lower index.
 
     `normalised`: a row's weights are divided by their sum. NaN counts as the largest probability. A row's result has
     the same bits whatever rows are beside it.
-    Shapes: x [T, H], weight [E, H], bias [E], of logits -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
-    argument. Sync: never.
+    Shapes: x [T, H], weight [E, H], bias [E], of logits -> [T, k] twice, k = top_k and `common`; E <= 1024. Raises:
+    ValueError naming the argument. Sync: never.
     """
     require_router(x, weight)
     require(1 <= top_k <= weight.shape[0], "top_k", "1 to the number of experts")
     fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
     require(fits, "bias", "[E], contiguous, the dtype of weight")
-    return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias)
+    require_common(x, common)
+    return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias, common)
+
+
+def require_common(x: Tensor, common: Common | None) -> None:
+    """Raises: ValueError naming the argument."""
+    if common is not None and common.share is not None:
+        share = common.share
+        require(share.shape == (1, x.shape[1]) and share.is_contiguous(), "share", "[1, H], contiguous")
+        require(share.dtype == x.dtype, "share", "the dtype of x")
 
 
 def require_router(x: Tensor, weight: Tensor) -> None:
@@ -71,34 +89,51 @@ def router_logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     return logits if bias is None else logits + bias.to(wide)
 
 
-def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+def route_reference(
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
+) -> Routing:
     logits = router_logits_reference(x, weight, bias)
     ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
     weights, experts = ranked.values[:, :top_k].contiguous(), ranked.indices[:, :top_k].contiguous()
     if normalised:
         weights = weights / weights.sum(1, keepdim=True)
-    return Routing(experts, weights)
+    return with_common(Routing(experts, weights), x, common)
 
 
-def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
-    given = weight if bias is None else bias
-    return chosen_by(_route_kernel, x, weight, top_k, (given,), NORMALISED=normalised, BIASED=bias is not None)
+def with_common(routing: Routing, x: Tensor, common: Common | None) -> Routing:
+    """The choice of each row, and what all rows have. Shapes: routing [T, k], x [T, H] -> [T, k + 1], or as it is."""
+    if common is None:
+        return routing
+    experts, weights = routing
+    own = weights.new_ones(len(x), 1)
+    if common.share is not None:
+        own = F.linear(x.to(weights.dtype), common.share.to(weights.dtype)).sigmoid()
+    return Routing(F.pad(experts, (0, 1), value=common.expert), torch.cat((weights, own), dim=1))
+
+
+def _route_triton(
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
+) -> Routing:
+    given = (weight if bias is None else bias,)
+    return chosen_by(_route_kernel, x, weight, top_k, given, common, NORMALISED=normalised, BIASED=bias is not None)
 
 
 def chosen_by(
-    kernel: TritonKernel, x: Tensor, weight: Tensor, top_k: int, arguments: tuple[Any, ...], **constants: Any
-) -> Routing:
-    """Launch a kernel that begins with `row_of_program`, and writes experts and weights after its own arguments.
+    kernel: TritonKernel, x: Tensor, weight: Tensor, top_k: int, arguments: tuple[Any, ...], common: Common | None,
+    **constants: Any,
+) -> Routing:  # fmt: skip
+    """Launch a kernel that begins with `row_of_program`, and after its own arguments has what `add_common` takes.
 
-    Shapes: x [T, H], weight [E, H] -> [T, top_k] twice. Sync: never.
+    Shapes: x [T, H], weight [E, H] -> [T, top_k] twice, or one column more. Sync: never.
     """
     (num_rows, size), num_experts = x.shape, len(weight)
     parts, tiles, is_alone = ceil_div(size, _PART), ceil_div(num_experts, _BLOCK), num_rows <= _FEW_ROWS
     share = min(next_power_of_2(parts * tiles // _PROGRAMS), _MOST_SHARE)
     partial = row_parts(parts * num_experts, x.device) if is_alone else _partial_logits(x, weight)
-    experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
-    block = next_power_of_2(num_experts)
+    columns = top_k if common is None else top_k + 1
+    experts = torch.empty((num_rows, columns), dtype=torch.int64, device=x.device)
+    weights = torch.empty((num_rows, columns), dtype=torch.float32, device=x.device)
+    block, (expert, factors) = next_power_of_2(num_experts), common or (0, None)
     programs = tiles * ceil_div(parts, share) * ceil_div(num_rows, _BLOCK) if is_alone else 0
     kernel[(programs + num_rows,)](
         x,
@@ -109,11 +144,14 @@ def chosen_by(
         *arguments,
         experts,
         weights,
+        factors,
+        expert,
         SIZE_K=size,
         EXPERTS=num_experts,
         PARTS=parts if is_alone else len(partial),
         SHARE=share if is_alone else 0,
         TOP_K=top_k,
+        COMMON=0 if common is None else next_power_of_2(size),
         BLOCK=block,
         BLOCK_K=_PART,
         **constants,
@@ -126,39 +164,6 @@ def chosen_by(
 def warps_of_choice(block: int) -> int:
     """So many that no two of them read a part: one might find it there, and the other not yet."""
     return min(max(block // 32, 1), 4)
-
-
-def with_common_expert(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
-    """The choice of each row, and last an expert that all rows have.
-
-    `share`: its weight is the sigmoid of x times this; None: it is 1. Shapes: routing [T, k], x [T, H], share [1, H] ->
-    [T, k + 1]. Raises: ValueError naming the argument. Sync: never.
-    """
-    if share is not None:
-        require(share.shape == (1, x.shape[1]) and share.is_contiguous(), "share", "[1, H], contiguous")
-        require(share.dtype == x.dtype and x.stride(1) == 1, "share", "the dtype of x, whose rows are contiguous")
-    run = _with_common_triton if runs_triton(x) else with_common_reference
-    return run(routing, x, share, expert)
-
-
-def with_common_reference(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
-    experts, weights = routing
-    own = weights.new_ones(len(x), 1)
-    if share is not None:
-        own = F.linear(x.to(weights.dtype), share.to(weights.dtype)).sigmoid()
-    return Routing(F.pad(experts, (0, 1), value=expert), torch.cat((weights, own), dim=1))
-
-
-def _with_common_triton(routing: Routing, x: Tensor, share: Tensor | None, expert: int) -> Routing:
-    num_rows, top_k = routing.experts.shape
-    experts = torch.empty((num_rows, top_k + 1), dtype=torch.int64, device=x.device)
-    weights = torch.empty((num_rows, top_k + 1), dtype=torch.float32, device=x.device)
-    _common_kernel[(num_rows,)](
-        *routing, x, share, experts, weights, x.stride(0), expert, SIZE=x.shape[1], TOP_K=top_k,
-        BLOCK=next_power_of_2(x.shape[1]), BLOCK_T=next_power_of_2(top_k + 1), num_warps=4,
-        **dependent_launch(x.device, num_rows),
-    )  # fmt: skip
-    return Routing(experts, weights)
 
 
 @functools.cache
@@ -257,6 +262,29 @@ def row_of_program(
 
 
 @TritonKernel
+def add_common(
+    x_ptr: tl.tensor, x_stride: int, row: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
+    share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The first place of a row, behind whose own experts one is written that all rows have.
+
+    COMMON: columns of x that are read for its weight; 0: there is none. Shapes: -> [].
+    """
+    place = row.to(tl.int64) * TOP_K
+    if COMMON > 0:
+        place += row
+        weight = 1.0
+        if share_ptr is not None:
+            column = tl.arange(0, COMMON)
+            share = tl.load(share_ptr + column, mask=column < SIZE_K, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=column < SIZE_K, other=0.0).to(tl.float32)
+            weight = 1.0 / (1.0 + tl.exp(-tl.sum(x * share, axis=0)))
+        tl.store(experts_ptr + place + TOP_K, common)
+        tl.store(weights_ptr + place + TOP_K, weight)
+    return place
+
+
+@TritonKernel
 def logits_of_row(
     partial_ptr: tl.tensor, row: tl.tensor, num_rows: int, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
     SHARE: tl.constexpr, BLOCK: tl.constexpr,
@@ -336,18 +364,19 @@ def _rank_in_pairs(values: tl.tensor, index: tl.tensor) -> tl.tensor:
     return tl.sum(before.to(tl.int32), axis=0)
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows",))
+@TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def _route_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, bias_ptr: tl.tensor,
-    experts_ptr: tl.tensor, weights_ptr: tl.tensor, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
-    SHARE: tl.constexpr, TOP_K: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr,
+    NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The choice of a row; NaN is before all others. Programs: see `row_of_program`."""
     row = row_of_program(
         x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
     )
     if row >= 0:
+        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
         logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS
@@ -361,28 +390,5 @@ def _route_kernel(
         is_chosen, weights = rank < TOP_K, tl.gather(probabilities, index, 0)
         if NORMALISED:
             weights = weights / tl.sum(tl.where(is_chosen, weights, 0.0), axis=0)
-        place = row.to(tl.int64) * TOP_K + rank
-        tl.store(experts_ptr + place, index.to(tl.int64), mask=is_chosen)
-        tl.store(weights_ptr + place, weights, mask=is_chosen)
-
-
-@TritonKernel
-def _common_kernel(
-    experts_ptr: tl.tensor, weights_ptr: tl.tensor, x_ptr: tl.tensor, share_ptr: tl.tensor, all_ptr: tl.tensor,
-    all_weights_ptr: tl.tensor, x_stride: int, expert: int, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program per row. Another expert is behind its own."""
-    row, column, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
-    if share_ptr is not None:
-        factor = tl.load(share_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    is_own = place < TOP_K
-    experts = tl.load(experts_ptr + row * TOP_K + place, mask=is_own, other=0)
-    weights = tl.load(weights_ptr + row * TOP_K + place, mask=is_own, other=1.0)
-    if share_ptr is not None:
-        x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        weights = tl.where(is_own, weights, 1.0 / (1.0 + tl.exp(-tl.sum(x * factor, axis=0))))
-    to = row * (TOP_K + 1) + place
-    tl.store(all_ptr + to, tl.where(is_own, experts, expert), mask=place <= TOP_K)
-    tl.store(all_weights_ptr + to, weights, mask=place <= TOP_K)
+        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        tl.store(weights_ptr + first + rank, weights, mask=is_chosen)

@@ -28,7 +28,7 @@ from overlap_spec_kernels import (
     route,
     sum_of_experts,
 )
-from overlap_spec_kernels.experts.route import with_common_expert
+from overlap_spec_kernels.experts.route import Common
 from overlap_spec_kernels.norm.silu_mul import mul_by_share
 from torch import Tensor
 
@@ -48,8 +48,8 @@ class Choice(Protocol):
     def top_k(self) -> int:
         """Experts of a row."""
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
-        """Shapes: x [T, H], weight [E, H]. Sync: never."""
+    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+        """`common`: the last one of every row. Shapes: x [T, H], weight [E, H]. Sync: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class MostProbable:
     normalised: bool  # a row's weights add up to 1: the softmax of its chosen experts alone
     bias: Tensor | None = None  # [E], of logits
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
         """See `Choice`."""
-        return route(x, weight, self.top_k, self.normalised, self.bias)
+        return route(x, weight, self.top_k, self.normalised, self.bias, common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class BestOfGroups:
     grouping: Grouping
     correction: Tensor | None = None  # [E] f32 or f64
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
         """See `Choice`."""
-        return best_of_groups(x, weight, self.top_k, self.normalised, self.grouping, self.correction)
+        return best_of_groups(x, weight, self.top_k, self.normalised, self.grouping, self.correction, common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class Router:
         """What it reads and computes."""
         return product_work(count_bytes(self), self.weight.numel())
 
-    def __call__(self, x: Tensor) -> Routing:
+    def __call__(self, x: Tensor, common: Common | None = None) -> Routing:
         """Shapes: x [T, H]. Sync: never."""
-        return self.choice(x, self.weight)
+        return self.choice(x, self.weight, common)
 
 
 class Experts(Protocol):
@@ -109,8 +109,8 @@ class Experts(Protocol):
         """What one expert reads and computes for a row. All are alike."""
 
     @property
-    def num_common(self) -> int:
-        """How many of them all rows have, beside those that they choose."""
+    def common(self) -> Common | None:
+        """One of them that all rows have: a routing has it last."""
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
@@ -130,8 +130,8 @@ class SeparateExperts:
         return self.experts[0].work
 
     @property
-    def num_common(self) -> int:
-        return 0
+    def common(self) -> Common | None:
+        return None
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: reads on the host which experts rows have."""
@@ -156,29 +156,24 @@ class StackedExperts:
     down: ExpertWeight  # [E, H, I]
     biases: Biases | None = None
     clamp: Gate | None = None  # of gate and up; None: silu(gate) * up
-    num_common: int = 0  # 1: all rows have the last expert
-    share: Tensor | None = None  # [1, H]: its sigmoid, of a number that the row gives, weighs it; None: 1 does
+    common: Common | None = None  # the last expert, if all rows have it
 
     @property
     def work(self) -> ForwardWork:
         num_experts, size, inner = self.down.shape
         num_weights = 3 * size * inner + (0 if self.biases is None else sum(each[0].numel() for each in self.biases))
-        return product_work((count_bytes(self) - count_bytes(self.share)) // num_experts, num_weights)
+        return product_work((count_bytes(self) - count_bytes(self.common)) // num_experts, num_weights)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: never on CUDA."""
-        return experts_mlp(x, self.gate_up, self.down, self._completed(x, routing), self.biases, self.clamp)
+        return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
 
     def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
         if not isinstance(norm, RMSNorm | WideRMSNorm):
             return norm.enter(residual + with_shared(self(x, routing), shared))
-        of_sum, routing = KernelNorm(norm.weight, norm.eps), self._completed(x, routing)
+        of_sum = KernelNorm(norm.weight, norm.eps)
         return experts_add(x, self.gate_up, self.down, routing, residual, of_sum, self.biases, self.clamp, shared)
-
-    def _completed(self, x: Tensor, routing: Routing) -> Routing:
-        """With the expert that all rows have. Shapes: [T, k] -> [T, k] or [T, k + 1]."""
-        return with_common_expert(routing, x, self.share, self.down.shape[0] - 1) if self.num_common else routing
 
 
 def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
@@ -187,13 +182,13 @@ def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
 
 
 def distinct_experts(routings: Sequence[Tensor], num_experts: int) -> Tensor:
-    """How many experts of a layer some row has, summed over layers. Static shapes. Sync: never.
+    """How many experts of a layer some row has chosen, summed over layers. Static shapes. Sync: never.
 
-    Shapes: each [T, k] i64, the same for all layers -> [] i64.
+    Expert `num_experts` is one that all rows have. Shapes: each [T, k] i64, the same for all layers -> [] i64.
     """
     experts = torch.stack([routing.reshape(-1) for routing in routings])
-    read = torch.zeros(len(routings), num_experts, dtype=torch.bool, device=experts.device)
-    return read.scatter_(1, experts, True).sum()
+    read = torch.zeros(len(routings), num_experts + 1, dtype=torch.bool, device=experts.device)
+    return read.scatter_(1, experts, True)[:, :num_experts].sum()
 
 
 @dataclass(slots=True)
@@ -257,7 +252,7 @@ class MixtureMLP:
     @property
     def work(self) -> ForwardWork:
         """What a forward reads at least: the experts of one row. More rows may have others."""
-        each, chosen = self.experts.work, self.router.choice.top_k + self.experts.num_common
+        each, chosen = self.experts.work, self.router.choice.top_k + (self.experts.common is not None)
         routed = self.router.work + ForwardWork(chosen * each.weight_bytes, chosen * each.row_flop)
         return routed if self.shared is None else routed + self.shared.work
 
@@ -286,7 +281,7 @@ class MixtureMLP:
 
     def _route(self, rows: Tensor) -> Routing:
         """Shapes: [T, H] -> experts and weights [T, k]."""
-        routing = self.router(rows)
+        routing = self.router(rows, self.experts.common)
         if self.noted.is_wanted:
             self.noted.experts = routing.experts
         return routing

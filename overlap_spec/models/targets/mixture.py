@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from overlap_spec_kernels import Grouping
 from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores, softmax_scores
+from overlap_spec_kernels.experts.route import Common
 from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
@@ -198,7 +199,7 @@ def take_mixture(
         gate = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
     if common is not None:
         assert isinstance(experts, StackedExperts)
-        experts = replace(experts, num_common=1, share=gate)
+        experts = replace(experts, common=Common(experts.down.shape[0] - 1, gate))
     elif inner:
         with dividing(checkpoint, rank, _linear_parts(rank, names, inner), of_experts=True):
             shared = _take_expert(checkpoint, shared_name, names, hidden_size, inner // rank.ranks)

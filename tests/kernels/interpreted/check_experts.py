@@ -22,13 +22,12 @@ from overlap_spec_kernels.experts.experts_mlp import (
 )
 from overlap_spec_kernels.experts.products import Clamp, Places, group_kernel, tile_of
 from overlap_spec_kernels.experts.route import (
+    Common,
     _partial_logits,
     _route_triton,
-    _with_common_triton,
     route_reference,
     router_logits_reference,
     row_parts,
-    with_common_reference,
 )
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
@@ -290,12 +289,20 @@ def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_expert_that_all_rows_have(shared: bool) -> None:
-    x, share = drawn(5, 40, dtype=torch.float32), drawn(1, 40, dtype=torch.float32) if shared else None
-    given = routing_of(5, 7, 3), x, share, 7
-    found, expected = _with_common_triton(*given), with_common_reference(*given)
-    assert torch.equal(found.experts, expected.experts) and found.experts.shape == (5, 4)
-    torch.testing.assert_close(found.weights, expected.weights)
+@pytest.mark.parametrize("num_rows", [5, 33])
+def test_an_expert_that_all_rows_have(num_rows: int, shared: bool) -> None:
+    """Behind those of a row's choice, by each router."""
+    x, weight = drawn(num_rows, 40, dtype=torch.float32), drawn(7, 40, dtype=torch.float32)
+    common, grouping = Common(7, drawn(1, 40, dtype=torch.float32) if shared else None), Grouping(sigmoid_scores)
+    for found, expected in (
+        (run(x, weight, 3, True, common=common) for run in (_route_triton, route_reference)),
+        (
+            run(x, weight, 3, True, grouping, common=common)
+            for run in (_best_of_groups_triton, best_of_groups_reference)
+        ),
+    ):
+        assert torch.equal(found.experts, expected.experts) and found.experts.shape == (num_rows, 4)
+        torch.testing.assert_close(found.weights, expected.weights)
 
 
 @pytest.mark.parametrize("num_rows", [530, 4100])

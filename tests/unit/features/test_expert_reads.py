@@ -30,6 +30,7 @@ F64 = torch.float64
 def test_experts_are_counted_once_in_each_layer() -> None:
     first, second = torch.tensor([[0, 1], [1, 0], [5, 1]]), torch.tensor([[7, 7], [7, 7], [7, 7]])
     assert distinct_experts([first, second], 8) == 3 + 1
+    assert distinct_experts([first, second], 7) == 3, "the last is one that all rows have"
     random = torch.Generator().manual_seed(2)
     drawn = [torch.randint(0, 60, (33, 4), generator=random) for _ in range(5)]
     assert distinct_experts(drawn, 60) == sum(len(set(each.flatten().tolist())) for each in drawn)
@@ -54,8 +55,8 @@ def test_windows_are_counted_and_prompts_are_not(family: str, monkeypatch: pytes
     chosen: list[Tensor] = []
     route = experts.Router.__call__
 
-    def recorded(router: experts.Router, x: Tensor) -> Any:
-        routing = route(router, x)
+    def recorded(router: experts.Router, x: Tensor, common: Any = None) -> Any:
+        routing = route(router, x, common)
         chosen.append(routing.experts)
         return routing
 

@@ -283,10 +283,10 @@ def test_experts_in_few_bits_on_a_gpu(
     assert isinstance(experts, StackedExperts) and isinstance(
         experts.down, QuantizedStack | Float4Matrices if kept else Tensor
     )
-    assert experts.num_common == (family in ("glm 4.5", "qwen3 next"))
-    assert (experts.share is not None) == (family == "qwen3 next")
+    assert (experts.common is not None) == (family in ("glm 4.5", "qwen3 next"))
+    assert (experts.common is not None and experts.common.share is not None) == (family == "qwen3 next")
     mlp, each = target.layers[1].mlp, experts.work.weight_bytes
-    num_read = mlp.router.choice.top_k + experts.num_common
+    num_read = mlp.router.choice.top_k + (experts.common is not None)
     assert mlp.work.weight_bytes == mlp.router.work.weight_bytes + num_read * each
     found = logits_of(target, torch.float64)
     expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
@@ -300,7 +300,7 @@ def test_a_shared_expert_in_16_bits_stays_apart(tmp_path: Path, on_gpu: None, mo
     monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
     target = loaded(write_checkpoint(tmp_path / "stored", stored), torch.float64)
     mlp = target.layers[1].mlp
-    assert mlp.shared is not None and mlp.experts.num_common == 0
+    assert mlp.shared is not None and mlp.experts.common is None
     expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
     torch.testing.assert_close(logits_of(target, torch.float64), expected, atol=1e-7, rtol=0)
 
