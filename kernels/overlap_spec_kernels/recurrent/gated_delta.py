@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
+from overlap_spec_kernels.language import let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -288,7 +288,6 @@ def _recur_kernel(
     STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
     PITCH: tl.constexpr = G * N if APART else STRIDE  # of gates
     head, request = tl.program_id(1), tl.program_id(2)
-    let_next_begin(PDL)
     # Places and states were written before the launches that this one may overlap.
     slot = tl.load(slots_ptr + request)
     begin = (request * width).to(tl.int64)
@@ -327,6 +326,7 @@ def _recur_kernel(
     v0, v1 = _old_row(own_inputs, K - 4, v_column, has_value, C), _old_row(own_inputs, K - 3, v_column, has_value, C)
     v2 = _old_row(own_inputs, K - 2, v_column, has_value, C)
     wait(PDL)
+    let_next_begin(PDL)  # which reads all but `found` at once
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
     first, last = accepted * 0, (G - 1) * N + head
@@ -371,7 +371,7 @@ def _recur_kernel(
 def _normalise(
     projected_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, program: tl.tensor,
     eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, Z: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some heads of a row; of Mamba-2 all, which have one norm. z begins in column Z."""
     per_row: tl.constexpr = (N + BLOCK_H - 1) // BLOCK_H
@@ -379,14 +379,17 @@ def _normalise(
     head = (program % per_row) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     value = tl.arange(0, BLOCK_V)[None, :]
     inside, column = (head < N) & (value < DV), head * DV + value
-    x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(projected_ptr + row * STRIDE + Z + column, mask=inside, other=0.0).to(tl.float32)
     if G == 2:
         weight = tl.load(norm_ptr + value, mask=value < DV, other=0.0).to(tl.float32)
+    else:
+        weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
+    if G == 2:
         normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
         tl.store(out_ptr + row * N * DV + column, normed * _silu(z), mask=inside)
     else:
-        weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         x = x * _silu(z)
         normed = x * (1.0 / tl.sqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / (N * DV) + eps)) * weight
         tl.store(out_ptr + row * N * DV + column, normed, mask=inside)
@@ -398,20 +401,23 @@ def _keep(
     starts_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, program: tl.tensor, most: tl.tensor, width: tl.tensor, C: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, PITCH: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some columns of a request: inputs and window go on.
+    """Some columns of a request: inputs and window go on, which the kernel before still reads until the wait.
 
     Row i of the inputs becomes row i + kept of the sequence of inputs, accepted columns and new rows.
     """
     per_request: tl.constexpr = (R + BLOCK - 1) // BLOCK
     request, block = program // per_request, program % per_request
     column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    slot, accepted = tl.load(slots_ptr + request), tl.load(counts_ptr + request).to(tl.int32)
+    slot = tl.load(slots_ptr + request)
     if IS_WINDOW:
-        begin, count, kept, fresh = (request * width).to(tl.int64), width, accepted, accepted * 0
+        begin, count = (request * width).to(tl.int64), width
         start = tl.load(positions_ptr + begin)
+        accepted = tl.minimum(tl.maximum(start - tl.load(position_ptr + slot), 0), most).to(tl.int32)
+        kept, fresh = accepted, accepted * 0
     else:
+        accepted = tl.load(counts_ptr + request).to(tl.int32)
         begin = tl.load(starts_ptr + request).to(tl.int64)
         count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
         kept = count
@@ -430,13 +436,15 @@ def _keep(
     new = tl.load(
         rows_ptr + (token - accepted).to(tl.int64) * STRIDE + column, mask=moves & (token >= 0) & is_new, other=0.0
     )
-    tl.debug_barrier()  # all of them are read before one is written
-    tl.store(own_inputs + place * C + column, tl.where(is_input, old, tl.where(is_new, new, pending)), mask=moves)
     if IS_WINDOW:
         line = tl.arange(0, BLOCK_W)[:, None]
         has, row = (line < width) & (column < R), line.to(tl.int64)
         mixed = tl.load(rows_ptr + row * STRIDE + column, mask=has & (column < C), other=0.0)
         gates = tl.load(gates_ptr + (begin + row) * PITCH + column - C, mask=has & (column >= C), other=0.0)
+    wait(PDL)
+    tl.debug_barrier()  # all of them are read before one is written
+    tl.store(own_inputs + place * C + column, tl.where(is_input, old, tl.where(is_new, new, pending)), mask=moves)
+    if IS_WINDOW:
         tl.store(own_window + line * R + column, tl.where(column < C, mixed, gates), mask=has)
     if block == 0:
         tl.store(position_ptr + slot, start, mask=count > 0)
@@ -456,12 +464,16 @@ def _finish_kernel(
     STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
     PITCH: tl.constexpr = G * N if APART else STRIDE
     Z: tl.constexpr = C if APART else R
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
+    if not IS_WINDOW:  # other kernels than that of windows may let this one begin before they wait
+        wait(PDL)
     program = tl.program_id(0)
     if program < of_norms:
-        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, G, Z, STRIDE, BLOCK_H, BLOCK_V)
+        _normalise(
+            projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, G, Z, STRIDE, BLOCK_H, BLOCK_V, PDL
+        )
     else:
         _keep(
             projected_ptr, gates_ptr, slots_ptr, positions_ptr, starts_ptr, inputs_ptr, window_ptr, position_ptr,
-            counts_ptr, program - of_norms, most, width, C, K, R, STRIDE, PITCH, BLOCK_W, BLOCK, IS_WINDOW,
+            counts_ptr, program - of_norms, most, width, C, K, R, STRIDE, PITCH, BLOCK_W, BLOCK, IS_WINDOW, PDL,
         )  # fmt: skip
