@@ -43,6 +43,8 @@ SHAPES = [
     (HeadShape(2, 2, 128), 8, 128),
     (HeadShape(32, 4, 128), 4, 16),  # of one request in two parts
     (HeadShape(16, 2, 64), 3, 64),
+    (HeadShape(16, 2, 256), 1, 16),
+    (HeadShape(16, 2, 256), 2, 64),
 ]
 
 

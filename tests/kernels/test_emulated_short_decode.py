@@ -19,7 +19,7 @@ from overlap_spec_kernels.attention.short_decode import Step, cluster_size
 from support.attention_cases import BFLOAT, CLOSE, decode_reference
 
 LLAMA, SMALL_LLAMA, SMOL, ALONE = HeadShape(8, 2, 128), HeadShape(6, 2, 128), HeadShape(9, 3, 64), HeadShape(1, 1, 128)
-QWEN = HeadShape(8, 1, 64)
+QWEN, NEXT = HeadShape(8, 1, 64), HeadShape(16, 2, 256)
 
 
 class Case(NamedTuple):
@@ -46,6 +46,8 @@ CASES = [
     Case(ALONE, 8, [95, 9], 16, 0, programs=4),
     Case(ALONE, 16, [1], 64),
     Case(QWEN, 3, [37], 16, programs=4),  # in two parts
+    Case(NEXT, 2, [290], 16),
+    Case(NEXT, 1, [17, 300], 32, programs=16),
 ]
 FULL = [  # up to the last place of the page table
     Case(LLAMA, 3, [2045], 16, 0),

@@ -13,6 +13,7 @@ from overlap_spec_kernels.nvrtc import CudaCode
 
 BFLOAT = torch.bfloat16
 LLAMA, LLAMA_3B, SMOL = HeadShape(32, 8, 128), HeadShape(24, 8, 128), HeadShape(9, 3, 64)
+NEXT = HeadShape(16, 2, 256)
 
 
 def step(
@@ -91,13 +92,14 @@ def test_clusters_fill_the_gpu() -> None:
     batches = 1, 2, 4, 8, 9
     assert [cluster_size(step(LLAMA, size)) for size in batches] == [8, 4, 2, 2, None]
     assert [cluster_size(step(SMOL, size)) for size in (*batches, 16, 22)] == [8, 8, 8, 4, 4, 2, None]
-    assert takes(step(LLAMA, 8), None) and not takes(step(LLAMA, 9), None)
+    assert [cluster_size(step(NEXT, size)) for size in batches] == [8, 8, 8, 4, 2]
+    assert takes(step(LLAMA, 8), None) and not takes(step(LLAMA, 9), None) and takes(step(NEXT, 8, 2), None)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_request_has_the_same_cluster_at_any_width() -> None:
     """So the keys of a row are added up in the same groups in verify steps as in plain ones, in batches of a size."""
-    for heads in (LLAMA, LLAMA_3B, SMOL):
+    for heads in (LLAMA, LLAMA_3B, SMOL, NEXT):
         for size in (1, 2, 8):
             assert len({cluster_size(step(heads, size, width)) for width in (1, 2, 4)}) == 1
 
@@ -111,12 +113,13 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
 @pytest.mark.slow_but_every(3)
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
-    ("heads", "width", "page_size", "cluster"), [(LLAMA, 4, 16, 8), (LLAMA_3B, 5, 64, 4), (SMOL, 1, 16, 2)]
+    ("heads", "width", "page_size", "cluster"),
+    [(LLAMA, 4, 16, 8), (LLAMA_3B, 5, 64, 4), (SMOL, 1, 16, 2), (NEXT, 2, 16, 8)],
 )
 def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int) -> None:
     num_heads, kv_heads, dim = heads
     shapes = f"WIDTH={width}", f"GROUP={num_heads // kv_heads}", f"KV_HEADS={kv_heads}", f"HEAD={dim}"
-    division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES}", f"CLUSTER={cluster}"
+    division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES[dim]}", f"CLUSTER={cluster}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1"))._compile()

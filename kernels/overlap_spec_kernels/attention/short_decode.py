@@ -23,14 +23,14 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "short_decode.cu"
 _WARPS = 4
-_STAGES = 3  # of 8 KB a warp with heads of 128: with q, new rows and inbox 116 of 227 KB
+_STAGES = {64: 3, 128: 3, 256: 2}  # by head size: of 8 KB a warp with 128; with q, new rows and inbox 116 of 227 KB
 _PAIRS = 16  # of a row and a head, of a program
 _CHUNK = 16  # keys that a warp attends to at once; a page is a multiple of it
-_HEAD_DIMS = (64, 128)
 _MOST_KEYS = 2048  # with more, reading keys takes longer than combining sums: the other kernels read faster
 _MOST_ROWS = 32  # the next kernel begins after all keys are asked for, which does not pay with more rows
 _CLUSTERS = (8, 4, 2)
-_PROGRAMS = {64: 128, 128: 64}  # by head size: with more, smaller clusters are faster (choosing/short_decode_h200.txt)
+# By head size: with more, smaller clusters are faster (choosing/short_decode_h200.txt).
+_PROGRAMS = {64: 128, 128: 64, 256: 64}
 _MOST_PROGRAMS = 128  # one for each multiprocessor
 _LOG2_E = 1.4426950408889634
 
@@ -87,7 +87,7 @@ def takes(step: Step, window: int | None, sinks: Tensor | None = None) -> bool:
     (_, page_size, _, head_dim), dtypes = step.k_cache.shape, {step.qkv.dtype, step.k_cache.dtype}
     if dtypes != {torch.bfloat16} or step.cos_sin.dtype != torch.float32:
         return False
-    if head_dim not in _HEAD_DIMS or page_size % _CHUNK or (window is not None and window < step.capacity):
+    if head_dim not in _STAGES or page_size % _CHUNK or (window is not None and window < step.capacity):
         return False
     read_by_16_bytes = (step.qkv, step.cos_sin, step.k_cache, step.v_cache)
     aligned = step.qkv.stride(0) % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in read_by_16_bytes)
@@ -136,7 +136,7 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool) -> No
         f"HEAD={head_dim}",
         f"PAGE_SIZE={page_size}",
         f"WARPS={_WARPS}",
-        f"STAGES={_STAGES}",
+        f"STAGES={_STAGES[head_dim]}",
         f"CLUSTER={size}",
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
     )
@@ -154,5 +154,5 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool) -> No
 def _kernel(defines: tuple[str, ...], head_dim: int) -> CudaKernel:
     """With q, k and v of the new rows, the ring, and the inbox in shared memory."""
     heads = 2 * _CHUNK * head_dim
-    shared = 3 * heads + _WARPS * _STAGES * 2 * heads + 2 * heads
+    shared = 3 * heads + _WARPS * _STAGES[head_dim] * 2 * heads + 2 * heads
     return CudaKernel(CudaCode(SOURCE, defines), "short_decode", 32 * _WARPS, shared)
