@@ -9,7 +9,12 @@ import pytest
 import torch
 from overlap_spec_kernels import norm_heads, normalised
 from overlap_spec_kernels.norm.norm_heads import norm_heads_reference
-from overlap_spec_kernels.norm.silu_mul import mul_by_share, mul_by_share_reference
+from overlap_spec_kernels.norm.silu_mul import (
+    mul_by_gates,
+    mul_by_gates_reference,
+    mul_by_share,
+    mul_by_share_reference,
+)
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.paged_rows import Paged, rows_on
 from support.random_schedules import run_schedules
@@ -226,3 +231,15 @@ def test_a_shared_expert_has_its_share(dtype: torch.dtype, num_rows: int) -> Non
     expected = mul_by_share_reference(values.double(), x.double(), weight.double())
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(mul_by_share(values, x, weight).double(), expected, rtol=2 * eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("gates", [16, 4096], ids=["of heads", "of columns"])
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float16, FLOAT], ids=str)
+def test_what_heads_find_has_its_gates(dtype: torch.dtype, gates: int) -> None:
+    """With the same bits in any number of rows."""
+    draw = torch.Generator(PLACE).manual_seed(gates)
+    values, of_rows = (torch.randn(100, size, generator=draw, device=PLACE).to(dtype) for size in (4096, gates))
+    found, expected = mul_by_gates(values, of_rows), mul_by_gates_reference(values.double(), of_rows.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    for count in (1, 8, 65):
+        assert torch.equal(mul_by_gates(values[:count], of_rows[:count]), found[:count])

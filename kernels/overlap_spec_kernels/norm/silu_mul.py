@@ -85,6 +85,31 @@ def _mul_by_share_triton(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def mul_by_gates(values: Tensor, gates: Tensor) -> Tensor:
+    """Columns times the sigmoids of their gates, of which each may have several neighbours; on a GPU rounded once.
+
+    Shapes: values [T, I], gates [T, n], n of I -> [T, I]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(values.dim() == 2 and values.is_contiguous(), "values", "[T, I], contiguous")
+    fits = gates.shape[:1] == values.shape[:1] and values.shape[1] % gates.shape[1] == 0 and gates.stride(1) == 1
+    require(fits and gates.dtype == values.dtype, "gates", "[T, n], n of I, contiguous columns, the dtype of values")
+    return (_mul_by_gates_triton if runs_triton(values) else mul_by_gates_reference)(values, gates)
+
+
+def mul_by_gates_reference(values: Tensor, gates: Tensor) -> Tensor:
+    return (values.view(*gates.shape, -1) * sigmoid(gates)[..., None]).flatten(1)
+
+
+def _mul_by_gates_triton(values: Tensor, gates: Tensor) -> Tensor:
+    out, (num_rows, size) = torch.empty_like(values), values.shape
+    block = min(next_power_of_2(size), _MAX_BLOCK)
+    _mul_by_gates_kernel[(num_rows, ceil_div(size, block))](
+        values, gates, out, gates.stride(0), size, size // gates.shape[1], BLOCK=block,
+        **dependent_launch(values.device, num_rows),
+    )  # fmt: skip
+    return out
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415), with the same bits in any company."""
     if x.is_cuda or x.element_size() == 2:
@@ -145,3 +170,18 @@ def _mul_by_share_kernel(
     values = tl.load(values_ptr + row * stride + column, mask=column < size, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, 0)))
     tl.store(out_ptr + row * size + column, values * share, mask=column < size)
+
+
+@TritonKernel
+def _mul_by_gates_kernel(
+    values_ptr: tl.tensor, gates_ptr: tl.tensor, out_ptr: tl.tensor, stride: int, size: int, share: int,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row and block of columns. `share`: columns of a gate."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_inputs(PDL)
+    values = tl.load(values_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gates_ptr + row * stride + column // share, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + column, values / (1.0 + tl.exp(-gates)), mask=inside)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from overlap_spec_kernels import Normed
-from overlap_spec_kernels.norm.silu_mul import sigmoid
+from overlap_spec_kernels.norm.silu_mul import mul_by_gates
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -141,9 +141,7 @@ class GatedAttention(SelfAttention):
         return self.qkv.work + self.gate.work + self.output.work + attended
 
     def _attended(self, x: Normed, attend: Attend) -> Tensor:
-        found = attend(self.qkv(x))
-        gates = sigmoid(attend.kept(self.gate(x)))
-        return (found.view(*gates.shape, -1) * gates[..., None]).flatten(1)
+        return mul_by_gates(attend(self.qkv(x)), attend.kept(self.gate(x)))
 
 
 class DecoderLayer(Protocol):

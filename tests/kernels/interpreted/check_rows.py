@@ -19,9 +19,11 @@ from overlap_spec_kernels.norm.norm_heads import (
 from overlap_spec_kernels.norm.normed import Norm
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton, rms_norm_reference
 from overlap_spec_kernels.norm.silu_mul import (
+    _mul_by_gates_triton,
     _mul_by_share_triton,
     _silu_mul_triton,
     gelu_mul_reference,
+    mul_by_gates_reference,
     mul_by_share_reference,
     silu_mul_reference,
 )
@@ -111,3 +113,10 @@ def test_mul_by_share(num_rows: int) -> None:
     values, x, weight = torch.randn(num_rows, 2 * 30)[:, :30], torch.randn(num_rows, 100), torch.randn(1, 100) / 10
     expected = mul_by_share_reference(values, x, weight)
     torch.testing.assert_close(_mul_by_share_triton(values, x, weight), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("size", "gates"), [(1300, 1), (48, 12), (1300, 1300)])
+def test_mul_by_gates(size: int, gates: int) -> None:
+    """Of rows, of parts of them, of columns; in rows of a larger tensor."""
+    values, of_rows = torch.randn(3, size), torch.randn(3, gates + 5)[:, 5:]
+    torch.testing.assert_close(_mul_by_gates_triton(values, of_rows), mul_by_gates_reference(values, of_rows), **CLOSE)
