@@ -30,7 +30,7 @@ def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_hea
     Shapes: qkv [T, (n + 2 nkv) d], weights [d] -> qkv. Raises: ValueError naming the argument. Sync: never.
     """
     head_dim = query_weight.shape[0]
-    require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv", "[T, (n + 2 nkv) d], contiguous")
+    require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (n + 2 nkv) d], contiguous last dimension")
     num_heads, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, head_dim)
     require(rest == 0 and num_heads > 0, "qkv", "query heads beside 2 nkv heads of the weights' size")
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
@@ -57,7 +57,7 @@ def _norm_heads_triton(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, nu
         qkv,
         query_weight,
         key_weight,
-        qkv.shape[1],
+        qkv.stride(0),
         num_heads - num_kv_heads,
         num_heads,
         eps,
@@ -72,7 +72,7 @@ def _norm_heads_triton(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, nu
 
 @TritonKernel
 def _norm_heads_kernel(
-    qkv_ptr: tl.tensor, query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, row_size: int, num_query_heads: int,
+    qkv_ptr: tl.tensor, query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, row_stride: int, num_query_heads: int,
     num_heads: int, eps: float, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -84,7 +84,7 @@ def _norm_heads_kernel(
     query_weight = tl.load(query_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     key_weight = tl.load(key_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    head_ptr = qkv_ptr + row * row_size + head * HEAD_DIM + column
+    head_ptr = qkv_ptr + row * row_stride + head * HEAD_DIM + column
     mask = (head < num_heads) & inside
     x = tl.load(head_ptr, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)

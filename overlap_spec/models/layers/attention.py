@@ -422,5 +422,5 @@ def _by_kernel(kernel: RowAttention, layer: PagedLayer, qkv: Tensor, rows: RowBa
     assert rows.cache_rows is not None
     places = (rows.positions, rows.cache_rows, starts_on_cpu(rows), rows.page_table)
     shape, caches = layer.shape, (layer.k_cache, layer.v_cache)
-    given = (qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale)
+    given = (qkv.contiguous(), layer.cos_sin, *places, *caches, shape.num_heads, shape.scale)
     return kernel(*given, layer.window, near_keys(rows))

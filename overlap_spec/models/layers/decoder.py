@@ -133,15 +133,19 @@ class SelfAttention:
 class GatedAttention(SelfAttention):
     """What heads find is multiplied, before the second linear, by sigmoids that the row gives, of heads or columns."""
 
-    gate: AnyLinear  # [n, H], [n d, H]
+    gate: AnyLinear | None  # [n, H]; None: gates of columns are the first n d of what `qkv` gives
 
     @property
     def work(self) -> ForwardWork:
-        attended = attention_work(self.shape.num_heads, self.shape.head_dim)
-        return self.qkv.work + self.gate.work + self.output.work + attended
+        work = self.qkv.work + self.output.work + attention_work(self.shape.num_heads, self.shape.head_dim)
+        return work if self.gate is None else work + self.gate.work
 
     def _attended(self, x: Normed, attend: Attend) -> Tensor:
-        return mul_by_gates(attend(self.qkv(x)), attend.kept(self.gate(x)))
+        heads = self.qkv(x)
+        if self.gate is None:
+            gates, heads = heads.tensor_split([self.shape.num_heads * self.shape.head_dim], dim=1)
+            return mul_by_gates(attend(heads), attend.kept(gates))
+        return mul_by_gates(attend(heads), attend.kept(self.gate(x)))
 
 
 class DecoderLayer(Protocol):

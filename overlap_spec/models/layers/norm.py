@@ -119,11 +119,12 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class HeadNormLinear:
     """Normalises each query and key head before rotation (Qwen3), in one kernel."""
 
-    qkv: AnyLinear  # [(n + 2 nkv) d, H]
+    qkv: AnyLinear  # [m + (n + 2 nkv) d, H]
     query: Tensor  # [d]
     key: Tensor  # [d]
     num_kv_heads: int
     eps: float
+    before: int = 0  # m, columns that are left as they are
 
     @property
     def work(self) -> ForwardWork:
@@ -131,8 +132,10 @@ class HeadNormLinear:
         return self.qkv.work + total_work(product_work(norm.nbytes, norm.numel()) for norm in norms)
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
-        return norm_heads(self.qkv(x), self.query, self.key, self.num_kv_heads, self.eps)
+        """Shapes: [T, H] -> [T, m + (n + 2 nkv) d]."""
+        columns = self.qkv(x)
+        norm_heads(columns[:, self.before :], self.query, self.key, self.num_kv_heads, self.eps)
+        return columns
 
 
 @dataclass(frozen=True, slots=True)

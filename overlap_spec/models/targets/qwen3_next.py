@@ -202,23 +202,21 @@ def _take_attention(config: HybridConfig, checkpoint: Weights, name: str) -> Gat
     shape, hidden = with_kv_scales(checkpoint, name, config.decoder.shapes[0]), config.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     named = {f"{name}.q_proj": 2 * queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
-    whole = take_linear(checkpoint, named, hidden, config.attention_bias, _gates_last(shape))
+    whole = take_linear(checkpoint, named, hidden, config.attention_bias, _gates_first(shape))
     norms = [load_norm(config, checkpoint, f"{name}.{part}_norm", shape.head_dim) for part in "qk"]
     order = rotated_head(shape).to(norms[0].weight.device)
-    sizes = (queries, keys, keys)
     query, key = (norm.weight[order] for norm in norms)
-    qkv = whole.rows(slice(0, sum(sizes)))
-    projection = HeadNormLinear(qkv, query, key, shape.num_kv_heads, config.rms_norm_eps)
+    projection = HeadNormLinear(whole, query, key, shape.num_kv_heads, config.rms_norm_eps, queries)
     output = take_linear(checkpoint, {f"{name}.o_proj": hidden}, queries, config.attention_bias)
-    return GatedAttention(projection, output, shape, whole.rows(slice(sum(sizes), None)))
+    return GatedAttention(projection, output, shape, None)
 
 
-def _gates_last(shape: AttentionShape) -> Tensor:
-    """The rows of the linear: queries, keys, values, gates; heads of the first two as `rotated_head` has them."""
+def _gates_first(shape: AttentionShape) -> Tensor:
+    """The rows of the linear: gates, queries, keys, values; heads of the next two as `rotated_head` has them."""
     both = torch.arange(2 * shape.num_heads * shape.head_dim).view(shape.num_heads, 2, shape.head_dim)
     others = both.numel() + torch.arange(2 * shape.num_kv_heads * shape.head_dim).view(2, -1, shape.head_dim)
     order = rotated_head(shape)
-    return torch.cat([part.flatten() for part in (both[:, 0, order], others[0][:, order], others[1], both[:, 1])])
+    return torch.cat([part.flatten() for part in (both[:, 1], both[:, 0, order], others[0][:, order], others[1])])
 
 
 def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> RecurrentLayer:

@@ -54,10 +54,12 @@ def test_add_rms_norm(num_rows: int, size: int) -> None:
 @pytest.mark.parametrize("heads", [HeadShape(3, 3, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)])
 def test_norm_heads(heads: HeadShape, num_rows: int) -> None:
     num_heads, num_kv_heads, dim = heads
-    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * dim)
+    whole = torch.randn(num_rows, 8 + (num_heads + 2 * num_kv_heads) * dim)
+    qkv, before = whole[:, 8:], whole[:, :8].clone()
     weights = torch.randn(dim), torch.randn(dim), num_kv_heads, 1e-5
     expected = norm_heads_reference(qkv.clone(), *weights)
     torch.testing.assert_close(_norm_heads_triton(qkv, *weights), expected, **CLOSE)
+    assert torch.equal(whole[:, :8], before)
 
 
 @pytest.mark.slow_but_every(3)
