@@ -35,7 +35,7 @@ from overlap_spec.train_draft.state import dflash_config
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step
-VISITS = 2  # hidden states of a batch take longer than a step, and have roots for more
+VISITS = 3  # hidden states of a batch take longer than a step, and have roots for more
 FADES = 7.0  # places over which a guess's weight decreases by e, in windows of 14 and more; less in shorter ones
 RANK = 256  # of DSpark's Markov head, at most
 DISTANCE = 0.9  # share of the distance in DSpark's loss; the rest is the cross-entropy's
