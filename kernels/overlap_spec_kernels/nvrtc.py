@@ -31,6 +31,7 @@ _MAP_TYPES = {
     torch.float16: "FLOAT16",
     torch.float32: "FLOAT32",
     torch.int64: "INT64",
+    torch.uint8: "UINT8",
 }
 _MANY = 1 << 16  # clusters, where nothing is launched
 SHARED_SOURCES = Path(__file__).parent / "cuda"  # headers that any source may include

@@ -19,6 +19,7 @@ from overlap_spec_kernels.experts import (
     route,
 )
 from overlap_spec_kernels.launch import next_power_of_2
+from overlap_spec_kernels.linear import packing
 from overlap_spec_kernels.norm import normed
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
@@ -169,10 +170,10 @@ def widened_by_assembly(kernel: Any, *more: int) -> np.ndarray[Any, Any]:
 def test_bytes_are_widened_two_at_a_time() -> None:
     """Each value of float8 but NaN, zeros with their sign; 128 and each half of a byte."""
     stored = torch.arange(256, dtype=torch.uint8)
-    expected, found = stored.view(torch.float8_e4m3fn).float(), widened_by_assembly(quantized_products.of_8_bits)
+    expected, found = stored.view(torch.float8_e4m3fn).float(), widened_by_assembly(packing.of_8_bits)
     is_number = ~expected.isnan()
     assert is_number.sum() == 254
     assert torch.equal(torch.from_numpy(found).view(torch.int32)[is_number], expected.view(torch.int32)[is_number])
     for half in (0, 1):
-        halves = widened_by_assembly(quantized_products.of_4_bits, half)
+        halves = widened_by_assembly(packing.of_4_bits, half)
         assert torch.equal(torch.from_numpy(halves), 128.0 + (stored >> 4 * half & 15))

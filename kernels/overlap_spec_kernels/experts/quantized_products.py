@@ -5,8 +5,9 @@ many rows of x it has, and is an operand of `wgmma` there. Its columns are added
 tiles of all sizes. Two values are widened at once: a conversion of each would take longer than memory takes to bring
 it. Of gate and up a program has rows in turn, so that tiles of 64 rows, the smallest that `wgmma` takes, are many.
 
-Up to 32 rows of x have kernels in CUDA C++ for float8 in blocks (`expert_stream.cu`), which ask for more of W at once.
-The second one adds up each row's experts. Bits are the same.
+Float8 in blocks has kernels in CUDA C++ with the same bits. Up to 32 rows of x, `expert_stream.cu` asks for more of W
+at once, and its second kernel adds up each row's experts. From 64 rows of an expert on, `expert_tiles.cu` takes as many
+as there are: tiles of Triton's have a power of 2.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import PART, Routing, squares_of
 from overlap_spec_kernels.language import tl, wait
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
+from overlap_spec_kernels.linear.call import num_multiprocessors
+from overlap_spec_kernels.linear.packing import of_8_bits, widened
 from overlap_spec_kernels.norm.normed import Norm, Normed
-from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 
 # Rows of x, and of W, of gate and up together: `wgmma` takes 64 or more. A step of the loop is a run of columns.
 _WIDE = Tile(16, 32, 128, 4, 2)  # float32
@@ -47,6 +50,11 @@ _MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
 _GATE_WARPS = {8: 8, _MOST_STREAMED: 4}  # that divide K, at most, by the most rows
 _GATE_COLUMNS, _GATE_TILES = 8, 8  # of gate and up at a time, and how often with several rows
 _SHARED = 210 << 10  # bytes of a program at most
+
+TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
+_TILED = 64  # rows of an expert on average from which it multiplies
+_NUMBERS = 64, 128, 160, 192  # of rows of x, of which a tile takes the least that suffices
+_SLICES, _STAGES, _PIECE = 2, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
 
 
 class ManyRows(NamedTuple):
@@ -81,8 +89,11 @@ def multiply_quantized(
         return _gate_up(x, weight, places.experts)
     (num_experts, rows, size_k), pairs, packing = weight.shape, places.experts.numel(), weight.packing
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
-    tile = quantized_tile(pairs, num_experts, gated, packing.bits, x.element_size() > 2)
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
+    if pairs >= _TILED * num_experts and bias is None and clamp is None and takes_tiles(x, weight, places):
+        _multiply_tiles(x, weight, out, places, top_k if first else 1, gated)
+        return out
+    tile = quantized_tile(pairs, num_experts, gated, packing.bits, x.element_size() > 2)
     if isinstance(tile, ManyRows):
         _multiply_many(x, weight, bias, out, places, top_k if first else 1, gated, clamp, tile)
         return out
@@ -159,6 +170,73 @@ def _multiply_many(
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
+
+
+class _Tiles(ctypes.Structure):
+    """`Work` of expert_tiles.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "scales", "counts", "listed", "out")),
+        *((name, ctypes.c_int) for name in ("x_stride", "size_n", "num_rows", "chunks", "shared")),
+        *((name, ctypes.c_int) for name in ("scale_columns", "scale_rows")),
+    )
+
+
+def takes_tiles(x: Tensor, weight: QuantizedStack, places: Places) -> bool:
+    """Whether expert_tiles.cu can multiply them: float8 in blocks. Shapes: x [T, I], or [T * k, I]."""
+    (_, rows, size_k), packing = weight.shape, weight.packing
+    is_known = packing.bits == 8 and packing.group == 128 and packing.zeros is None
+    whole = rows % 128 == 0 and size_k % 128 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return is_known and whole and x.dtype == torch.bfloat16 and places.are_listed and runs_hopper(x.device)
+
+
+def _multiply_tiles(x: Tensor, weight: QuantizedStack, out: Tensor, places: Places, shared: int, gated: bool) -> None:
+    """Write the product of each place to `out`; `shared` places have one row of x. Sync: never."""
+    (num_experts, _, size_k), scales = weight.shape, weight.packing.scales
+    read = (each.data_ptr() for each in (x, scales, places.counts, places.listed, out))
+    sizes = x.stride(0), out.shape[1], len(places.experts), size_k // 128, shared
+    work = _Tiles(*read, *sizes, scales.shape[2], weight.packing.scale_rows)
+    w_map = tensor_map(weight.data.view(-1, size_k), 64, 128)
+    _tiles(gated, num_experts, x.device).launch(num_multiprocessors(x.device), (w_map, work))
+
+
+@functools.cache
+def _tiles(gated: bool, num_experts: int, device: torch.device) -> CudaKernel:
+    stage, staged = (_NUMBERS[-1] * 2 + 128) * 128, 2 * _PIECE * ((64 if gated else 128) + 16)
+    return CudaKernel(code_of_tiles(gated, num_experts), "expert_tiles", 3 * 128, _STAGES * stage + staged)
+
+
+def code_of_tiles(gated: bool, num_experts: int) -> CudaCode:
+    """What expert_tiles.cu is compiled from."""
+    sizes = {"GATED": int(gated), "EXPERTS": num_experts, "MOST": _NUMBERS[-1], "PIECE": _PIECE}
+    sizes |= {"SLICES": _SLICES, "STAGES": _STAGES}
+    defines = tuple(f"{key}={value}" for key, value in sizes.items())
+    return CudaCode(TILES_SOURCE, defines, (("wgmma.h", _wgmma_header(_NUMBERS)),))
+
+
+def _wgmma_header(numbers: tuple[int, ...]) -> str:
+    """The text of `wgmma.h`, which expert_tiles.cu includes: products of 64 rows of W with each number of rows of x."""
+    products = "".join(_product(rows) for rows in numbers)
+    found = "".join(f"live <= {rows} ? {rows} : " for rows in numbers[:-1])
+    return f"""{products}
+__device__ __forceinline__ int rounded_rows(int live) {{ return {found}{numbers[-1]}; }}
+#define FOR_ROWS(do_) {" ".join(f"do_({rows})" for rows in numbers)}
+"""
+
+
+def _product(rows: int) -> str:
+    sums = rows // 2
+    registers, w = (", ".join(f"%{begin + i}" for i in range(n)) for begin, n in ((0, sums), (sums, 4)))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
+    return f"""
+__device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&w)[4], u64 x, bool add) {{
+    asm volatile(
+        "{{ .reg .pred add; setp.ne.b32 add, %{sums + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{registers}}}, {{{w}}}, "
+        "%{sums + 4}, add, 1, 1, 0; }}"
+        : {operands} : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(static_cast<int>(add)));
+}}
+"""
 
 
 class _Work(ctypes.Structure):
@@ -400,77 +478,3 @@ def _with_step(
     part = tl.dot(one, tl.load(x_rows), part, input_precision="ieee")
     part = tl.dot(two, tl.load(x_rows + one.shape[1]), part, input_precision="ieee")
     return part if scale is None else y + part * scale
-
-
-@TritonKernel
-def widened(
-    w: tl.tensor, half: tl.constexpr, zeros: tl.tensor, TYPE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr
-) -> tl.tensor:
-    """Values less their zero points, of 4 bits those of the low or high half. Shapes: w [N, K] u8, zeros [N]."""
-    if BITS == 8:
-        values = of_8_bits(w, TYPE)
-    else:
-        values = of_4_bits(w, half, TYPE)
-        if ZEROS:
-            values -= tl.load(zeros)[:, None].to(TYPE)
-        else:
-            values -= 136
-    return values
-
-
-@TritonKernel
-def of_8_bits(w: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
-    """Values of float8 e4m3. In bfloat16 two at a time, whose exponents are 120 too small at first; NaN becomes 480."""
-    if tl.bfloat16 == TYPE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, f, z;
-            mov.b32 f, 0x7b807b80;
-            mov.b32 z, 0x80008000;
-            prmt.b32 a, $1, 0, 0x1804;
-            shr.s32 a, a, 4;
-            and.b32 a, a, 0x87f087f0;
-            fma.rn.bf16x2 $0, a, f, z;
-            }""",
-            "=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    return w.to(tl.float8e4nv, bitcast=True).to(TYPE)
-
-
-@TritonKernel
-def of_4_bits(w: tl.tensor, half: tl.constexpr, TYPE: tl.constexpr) -> tl.tensor:
-    """128 + the low or high 4 bits, as zero points have it. In bfloat16 two at a time: 0x4300 + v is 128 + v."""
-    if tl.bfloat16 == TYPE and half == 0:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, e;
-            mov.b32 e, 0x43004300;
-            prmt.b32 a, $1, 0, 0x4140;
-            lop3.b32 $0, a, 0x000f000f, e, 0xea;
-            }""",
-            "=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    if tl.bfloat16 == TYPE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, e;
-            mov.b32 e, 0x43004300;
-            prmt.b32 a, $1, 0, 0x4140;
-            shr.b32 a, a, 4;
-            lop3.b32 $0, a, 0x000f000f, e, 0xea;
-            }""",
-            "=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    return ((w >> (4 * half)) & 15).to(TYPE) + 128

@@ -18,6 +18,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.linear.fragments import TILE_ROWS, fits_tiles, fragments_of, tiled, untiled, values_of
 
 ZERO = 8  # of a symmetric 4-bit weight, whose values are 0..15
@@ -154,3 +156,77 @@ def dequantised(data: Tensor, packing: Packing, dtype: torch.dtype, scaled: bool
     scales = packing.row_scales(data.shape[0]).to(dtype).t()
     matrix: Tensor = values * (scales.repeat_interleave(packing.group, dim=1) if packing.group else scales)
     return matrix
+
+
+@TritonKernel
+def widened(
+    w: tl.tensor, half: tl.constexpr, zeros: tl.tensor, TYPE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr
+) -> tl.tensor:
+    """Values less their zero points, of 4 bits those of the low or high half. Shapes: w [N, K] u8, zeros [N]."""
+    if BITS == 8:
+        values = of_8_bits(w, TYPE)
+    else:
+        values = of_4_bits(w, half, TYPE)
+        if ZEROS:
+            values -= tl.load(zeros)[:, None].to(TYPE)
+        else:
+            values -= 136
+    return values
+
+
+@TritonKernel
+def of_8_bits(w: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
+    """Values of float8 e4m3. In bfloat16 two at a time, whose exponents are 120 too small at first; NaN becomes 480."""
+    if tl.bfloat16 == TYPE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, f, z;
+            mov.b32 f, 0x7b807b80;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $1, 0, 0x1804;
+            shr.s32 a, a, 4;
+            and.b32 a, a, 0x87f087f0;
+            fma.rn.bf16x2 $0, a, f, z;
+            }""",
+            "=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return w.to(tl.float8e4nv, bitcast=True).to(TYPE)
+
+
+@TritonKernel
+def of_4_bits(w: tl.tensor, half: tl.constexpr, TYPE: tl.constexpr) -> tl.tensor:
+    """128 + the low or high 4 bits, as zero points have it. In bfloat16 two at a time: 0x4300 + v is 128 + v."""
+    if tl.bfloat16 == TYPE and half == 0:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, e;
+            mov.b32 e, 0x43004300;
+            prmt.b32 a, $1, 0, 0x4140;
+            lop3.b32 $0, a, 0x000f000f, e, 0xea;
+            }""",
+            "=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    if tl.bfloat16 == TYPE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, e;
+            mov.b32 e, 0x43004300;
+            prmt.b32 a, $1, 0, 0x4140;
+            shr.b32 a, a, 4;
+            lop3.b32 $0, a, 0x000f000f, e, 0xea;
+            }""",
+            "=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return ((w >> (4 * half)) & 15).to(TYPE) + 128

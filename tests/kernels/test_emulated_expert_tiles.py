@@ -1,0 +1,91 @@
+"""The products of experts in float8 for many rows, expert_tiles.cu, in the emulator against float64 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulators.cuda import CudaEmulator, guarded
+from overlap_spec_kernels import QuantizedStack
+from overlap_spec_kernels.experts import quantized_products as products
+from overlap_spec_kernels.experts.products import Places
+from support.quantized_cases import Case, weight_of
+from torch import Tensor
+
+BFLOAT = torch.bfloat16
+HIDDEN, INNER, EXPERTS = 512, 128, 4
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    products._tiles.cache_clear()
+    cuda_emulator.install(monkeypatch, products)
+    monkeypatch.setattr(products, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 3)
+    yield cuda_emulator
+    products._tiles.cache_clear()
+
+
+def stack_of(rows: int, columns: int) -> QuantizedStack:
+    case = Case(0, rows, columns, 8, 128, 128)
+    weights = [weight_of(case, torch.float32) for _ in range(EXPERTS)]
+    stack = QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
+    stack.data.copy_(guarded(stack.data))
+    return stack
+
+
+def places_of(num_rows: int) -> Places:
+    """Expert 0 has no row, 1 few, 2 the others, 3 all: more than a tile."""
+    experts = torch.full((num_rows, 2), 2)
+    experts[::9, 0] = 1
+    experts[:, 1] = 3
+    found = [(experts.flatten() == expert).nonzero()[:, 0] for expert in range(EXPERTS)]
+    listed = torch.full((EXPERTS, num_rows), -(1 << 20), dtype=torch.int32)
+    for row, each in zip(listed, found, strict=True):
+        row[: len(each)] = each
+    return Places(experts, torch.tensor([len(each) for each in found], dtype=torch.int32), listed)
+
+
+def of_places(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
+    """Shapes: x [T * k, I] -> [T * k, O], float64."""
+    matrices = [weight.matrix(expert, torch.float64) for expert in range(EXPERTS)]
+    return torch.stack([matrices[expert] @ row for expert, row in zip(experts.flatten(), x.double(), strict=True)])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_both_products(emulator: CudaEmulator, seed: int) -> None:
+    weight, places, num_rows = stack_of(2 * INNER, HIDDEN), places_of(210), 210
+    wide = guarded(torch.randn(num_rows, HIDDEN + 8).to(BFLOAT))
+    x = wide[:, :HIDDEN]
+    gate, up = of_places(x.repeat_interleave(2, dim=0), weight, places.experts).chunk(2, dim=1)
+    emulator.seed, emulator.written_before = seed, [wide]
+    hidden = products.multiply_quantized(x, weight, None, places, True, True, None)
+    error = (hidden - F.silu(gate) * up).abs().max() / gate.abs().max()
+    assert error < 2**-7
+    weight = stack_of(HIDDEN, INNER)
+    actual = products.multiply_quantized(hidden, weight, None, places, False, False, None)
+    expected = of_places(hidden, weight, places.experts)
+    assert ((actual - expected).abs() <= expected.abs() * 2**-8 + 1e-4 * expected.abs().max()).all()
+
+
+def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
+    weight, places, x = stack_of(2 * INNER, HIDDEN), places_of(40), torch.zeros(40, HIDDEN, dtype=BFLOAT)
+    assert products.takes_tiles(x, weight, places)
+    by_row = QuantizedStack(weight.data, replace(weight.packing, group=0))
+    others = [
+        (x.half(), weight, places),
+        (torch.zeros(40, HIDDEN + 4, dtype=BFLOAT)[:, :HIDDEN], weight, places),
+        (x, by_row, places),
+        (x, QuantizedStack(weight.data[:, :192], weight.packing), places),
+        (x[:16], weight, places._replace(experts=places.experts[:16])),
+    ]
+    assert not any(products.takes_tiles(*other) for other in others)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.usefixtures("nvrtc")
+def test_it_compiles(gated: bool) -> None:
+    assert products.code_of_tiles(gated, 513)._compile()
