@@ -1,8 +1,8 @@
 """What a draft learns while it serves, when traffic moves to another kind of text: records in JSON.
 
-    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts beside              (four minutes for a seed)
-    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts head trained hits   (eight minutes)
-    python benchmarks/adapt_draft.py --output FILE.json --seconds 60 --train 60s              (200 s)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts beside hits        (four minutes for a seed)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts head trained       (eight minutes)
+    python benchmarks/adapt_draft.py --output FILE.json --seconds 60 --train 60s             (200 s)
 
 Servers get the same chats and then the same requests for records, as many at a time: one without the flag, and after
 it one with the flag, in turns with pauses; and one with a head that `train-draft` has trained on such requests alone,
@@ -10,9 +10,9 @@ beginning with the one that is served. So there are three accept lengths, with t
 
     gained = (with the flag - without) / (with the trained head - without)
 
-`hits`: a server answers long prompts and then gets the trained head. The same prompts again begin in the cache with
-what the older head has left of them. Then the cache is emptied: all of them are computed anew, and once more they are
-hits, of the head that serves.
+`hits`: a server answers long prompts and then gets the head that `beside` has learnt last, or else the trained one. The
+same prompts again begin in the cache with what the older head has left of them. Then the cache is emptied: all of
+them are computed anew, and once more they are hits, of the head that serves.
 
 FILE is written after each part, and a part that is there is not run again; each names its commit. The trained head is
 trained again if its folder beside FILE is gone. What follows `--` goes to every server.
@@ -199,7 +199,8 @@ def beside(seed: int, given: argparse.Namespace) -> dict[str, Any]:
 
     The one that learns would do so in the other's time, if that had its turn later.
     """
-    flags = {"without": (), "learns": ("--adapt-draft",)}
+    kept = str(Path(given.output).with_suffix(".learnt").resolve())
+    flags = {"without": (), "learns": ("--adapt-draft", "--adapt-save", kept)}
     with ExitStack() as stack:
         head = str(smollm2.DRAFT)
         services = {name: started(stack, name, given, head, *each) for name, each in flags.items()}  # load at once
@@ -224,7 +225,7 @@ def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         return told(service, traffic, chats, records)
 
 
-def hits(head: str, parts: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+def hits(head: str, given: argparse.Namespace) -> dict[str, Any]:
     """Accept lengths of the same prompts: with the head that is served, and with another one that takes over."""
     with ExitStack() as stack:
         flags = "--admin-api-key", KEY["Authorization"].split()[1]
@@ -250,13 +251,19 @@ def hits(head: str, parts: dict[str, Any], given: argparse.Namespace) -> dict[st
             share = cached / (now["prompt_tokens_total"] - before["prompt_tokens_total"])
             return {"accept_length": window(before, now, 1.0)["accept_length"], "cached": round(share, 3)}
 
-        found = {"served head, computed": answered(), "served head, hits": answered()}
+        found = {"older head, computed": answered(), "older head, hits": answered()}
         body = {"model_path": str(Path(head).resolve())}
         httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=120, headers=KEY).raise_for_status()
-        found["trained head, hits of the served one"] = answered()
+        found["newer head, hits of the older one"] = answered()
         httpx.post(f"{url}/flush_cache", timeout=60, headers=KEY).raise_for_status()
-        found |= {"trained head, computed": answered(), "trained head, hits": answered()}
-        return found | {"head": parts.get("head")}
+        found |= {"newer head, computed": answered(), "newer head, hits": answered()}
+        return found | {"head": Path(head).name}
+
+
+def newest_head(path: Path) -> Path:
+    """The head that a server has learnt last; without one, that of `train-draft`."""
+    learnt = path.with_suffix(".learnt")
+    return learnt if (learnt / "config.json").is_file() else path.with_suffix(".head")
 
 
 def told(
@@ -357,10 +364,11 @@ def main() -> None:
     report: dict[str, Any] = joined([json.loads(path.read_text())]) if path.is_file() else {"parts": {}}
     parts, device = report["parts"], "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
     head, run = path.with_suffix(".head"), describe_run(device, 1)
-    work: dict[str, Callable[[], dict[str, Any]]] = {"hits": lambda: hits(str(head), parts, given)}
+    work: dict[str, Callable[[], dict[str, Any]]] = {}
     for seed in range(given.seeds):
         work[f"trained/{seed}"] = partial(alone, str(head), seed, given)
         work[f"beside/{seed}"] = partial(beside, seed, given)
+    work["hits"] = lambda: hits(str(newest_head(path)), given)
     work = {name: part for name, part in work.items() if name not in parts and name.partition("/")[0] in given.parts}
     if "head" in given.parts and not head.is_dir() and not all(name.startswith("beside") for name in work):
         work = {"head": lambda: trained_head(given)} | work
