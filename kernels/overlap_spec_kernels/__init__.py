@@ -20,6 +20,7 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decod
 from overlap_spec_kernels.attention.latent_attention import LatentScratch, latent_attention, latent_tree_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.ordered_attention import ordered_attention
+from overlap_spec_kernels.attention.ordered_windows import ordered_windows, takes_windows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
@@ -232,6 +233,7 @@ __all__ = [
     "one_shot_all_reduce_add",
     "only_compiles",
     "ordered_attention",
+    "ordered_windows",
     "paged_attention",
     "place_guesses",
     "mask_logits",
@@ -260,6 +262,7 @@ __all__ = [
     "top_tokens",
     "takes_long_chunks",
     "takes_stack",
+    "takes_windows",
     "tree_attention",
     "two_shot_all_reduce",
     "uniform",

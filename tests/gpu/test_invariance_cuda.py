@@ -32,8 +32,10 @@ from overlap_spec_kernels import (
     filter_cutoff,
     gumbel_argmax,
     ordered_attention,
+    ordered_windows,
     paged_attention,
     rms_norm,
+    rope_kv_write,
     silu_mul,
     top_tokens,
 )
@@ -352,6 +354,34 @@ def test_attention_in_one_order(model: str, dtype: torch.dtype, kept: torch.dtyp
         return in_order(inputs, len(inputs.positions) // len(inputs.page_table), heads, kept)
 
     judge("attention in one order", [classes_of_attention(attend, heads, width, dtype) for width in (1, 4, 16, 64)])
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
+@pytest.mark.parametrize("model", IN_ORDER)
+def test_windows_in_one_launch(model: str, dtype: torch.dtype, kept: torch.dtype | None, window: int | None) -> None:
+    """It writes the keys and has the bits of two launches, whichever programs have the parts, again and again."""
+    heads = IN_ORDER[model]
+    for width, requests, early in ((1, 1, True), (1, 8, False), (1, 80, True), (4, 8, True), (16, 1, False)):
+        lengths = [LENGTHS[i % len(LENGTHS)] for i in range(requests)]
+        drawn_inputs = decode_inputs(heads, width, lengths, 16, dtype, 128)
+        qkv, cos_sin, positions, page_table, *caches, scale = (to_device(each, "cuda") for each in drawn_inputs)
+        caches = caches if kept is None else [cache.to(kept) for cache in caches]
+        written = [cache.clone() for cache in caches]
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        q, k, v = qkv.unflatten(1, (-1, heads.head_dim)).split(sizes, dim=1)
+        places = positions.view(requests, -1)
+        rows = (page_table.gather(1, places // 16).long() * 16 + places % 16).flatten()
+        q = rope_kv_write(q, k, v, cos_sin, positions, rows, *caches)
+        starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * width
+        places = (*caches, page_table, starts, positions)
+        expected = ordered_attention(q, *places, width, scale, window).flatten(1)
+        assert expected.isfinite().all()
+        for turn in range(5):
+            found = ordered_windows(qkv, cos_sin, positions, page_table, *written, scale, early, window)
+            assert torch.equal(found, expected), (width, requests, turn)
+        keys = zip(written, caches, strict=True)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in keys)
 
 
 def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, kept: torch.dtype | None = None) -> Tensor:

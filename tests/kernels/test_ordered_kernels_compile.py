@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.attention import ordered_attention
+from overlap_spec_kernels.attention import ordered_attention, ordered_windows
 from overlap_spec_kernels.linear import ordered, ordered_quantized
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,6 +28,7 @@ ATTENTION = {
     "NUM_KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "PAGE_SIZE": 16, "APART": True, "WINDOW": 0, "FIRST_PART": 128,
     "FEW": 8, "BLOCK_N": 64, "BLOCK_D": 64, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
+WINDOWS = ATTENTION | {"WIDTH": 4, "BLOCK_W": 4, "IN_REGISTERS": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "16 bits, pieces": (ordered._ordered_linear_kernel, PIECES, {}),
     "16 bits": (ordered._ordered_linear_kernel, LINEAR, {}),
@@ -39,11 +40,23 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"},
     ),
     "attention": (ordered_attention._ordered_attention_kernel, ATTENTION | {"EIGHT_BITS": False}, {}),
+    "attention of windows, 8 bits": (
+        ordered_windows._ordered_windows_kernel,
+        WINDOWS | {"EIGHT_BITS": True},
+        {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"},
+    ),
+    "attention of windows": (ordered_windows._ordered_windows_kernel, WINDOWS | {"EIGHT_BITS": False}, {}),
+    "attention of a row": (
+        ordered_windows._ordered_windows_kernel,
+        WINDOWS | {"EIGHT_BITS": False, "WIDTH": 1, "BLOCK_W": 1, "IN_REGISTERS": True},
+        {},
+    ),
 }
 TYPES = {
     "scales_ptr": "*fp32", "zeros_ptr": "*fp32", "stats_ptr": "*fp32", "page_table_ptr": "*i32",
     "row_starts_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32", "v_scale": "fp32",
-    "squares_ptr": "*fp32", "sums_ptr": "*fp32", "eps": "fp32",
+    "squares_ptr": "*fp32", "sums_ptr": "*fp32", "eps": "fp32", "inverse_k": "fp32", "inverse_v": "fp32",
+    "cos_sin_ptr": "*fp32", "partial_ptr": "*fp32", "counters_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -53,7 +66,7 @@ TYPES = {
 def test_products_take_neighbouring_columns(name: str, rows: int) -> None:
     kernel, constants, own = KERNELS[name]
     function = kernel.compiled
-    constants = constants | {"BLOCK_M": rows} | ({"TILE_ROWS": rows // 4} if "attention" in name else {})
+    constants = constants | {"BLOCK_M": rows} | ({"TILE_ROWS": rows // 4} if "TILE_ROWS" in function.arg_names else {})
     default = {key: "*bf16" if key.endswith("_ptr") else "i32" for key in function.arg_names}
     signature = default | {key: kind for key, kind in (TYPES | own).items() if key in default}
     signature |= dict.fromkeys(constants, "constexpr")

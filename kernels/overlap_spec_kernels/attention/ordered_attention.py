@@ -12,6 +12,8 @@ they are many, a program merges the parts as it goes through them. Either way th
 in the same order: sums over keys and columns are products of tensor cores, which give a row the same bits in tiles of
 any shape (the softmax's denominators too: p times ones), and all else is elementwise, with no multiplication and
 addition fused into one operation. A part of which a row sees no key leaves its state as it is, to the bit.
+
+The windows of a step take one launch, of `ordered_windows.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from torch import Tensor
 from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
 from overlap_spec_kernels.language import let_next_begin, of_16_bits, tl, wait
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    runs_triton,
+)
 from overlap_spec_kernels.linear.call import num_multiprocessors
 
 FIRST_PART = 128  # keys; a power of two
@@ -71,7 +79,7 @@ def ordered_tiling(
     """
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
-    largest = _LARGEST_M if head_dim <= 128 else _LARGEST_M // 2
+    largest = _largest_tile(head_dim)
     block_m = max(min(next_power_of_2(max_rows * group), largest), next_power_of_2(group), _MIN_DOT)
     rows = block_m // group
     capacity = max(page_table.shape[1] * page_size, 1)
@@ -85,6 +93,11 @@ def ordered_tiling(
     return OrderedTiling(
         rows, block_m, num_tiles, num_parts, min(ceil_div(2 * multiprocessors, num_programs), num_parts)
     )
+
+
+def _largest_tile(head_dim: int) -> int:
+    """Rows times heads."""
+    return _LARGEST_M if head_dim <= 128 else _LARGEST_M // 2
 
 
 def ordered_attention(
@@ -405,6 +418,16 @@ def _attend_to_block(
         k, v = of_16_bits(k, q.dtype, EIGHT_BITS), of_16_bits(v, q.dtype, EIGHT_BITS)
     else:
         k, v = k.to(q.dtype), v.to(q.dtype)
+    acc, highest, sums = _attend_to_keys(q, ones, position, acc, highest, sums, k, v, key, scale_log2, MASKED, WINDOW)
+    return acc, highest, sums
+
+
+@TritonKernel
+def _attend_to_keys(
+    q: tl.tensor, ones: tl.tensor, position: tl.tensor, acc: tl.tensor, highest: tl.tensor, sums: tl.tensor,
+    k: tl.tensor, v: tl.tensor, key: tl.tensor, scale_log2: float, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The same over keys that are there. Shapes: k [D, N], v [N, D], key [N]."""
     scores = tl.dot(q, k, input_precision="ieee")
     if MASKED:
         seen = key[None, :] <= position[:, None]

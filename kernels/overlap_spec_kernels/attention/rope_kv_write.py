@@ -157,8 +157,9 @@ def _rope_kv_write_kernel(
     kept: tl.constexpr = k_cache_ptr.dtype.element_ty
     tl.store(v_cache_ptr + cache_offset, to_cache(v_first, inverse_v, kept), mask=copied)
     tl.store(v_cache_ptr + cache_offset + HALF, to_cache(v_second, inverse_v, kept), mask=copied)
-    rotated_first = (first * cos - second * sin).to(dtype)
-    rotated_second = (second * cos + first * sin).to(dtype)
+    # Fused as they are in `ordered_windows`, whatever the compiler would fuse.
+    rotated_first = tl.fma(first, cos, -(second * sin)).to(dtype)
+    rotated_second = tl.fma(second, cos, first * sin).to(dtype)
     if is_q:
         target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column
         tl.store(target, rotated_first, mask=inside)

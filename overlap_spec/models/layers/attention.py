@@ -24,9 +24,11 @@ from overlap_spec_kernels import (
     decode_attention,
     divide_keys,
     ordered_attention,
+    ordered_windows,
     paged_attention,
     rope_kv_write,
     takes_long_chunks,
+    takes_windows,
     tree_attention,
 )
 from overlap_spec_kernels.attention.dense_attention import dense_attention
@@ -295,7 +297,15 @@ class PagedAttention:
             return rows
         if rows.parts:
             return replace(rows, parts=tuple(map(self.placed, rows.parts)))
-        return rows if rows.cache_rows is not None else rows.placed(self.page_size)
+        if rows.cache_rows is not None or all(self._takes_windows(layer, rows) for layer in self._layers):
+            return rows
+        return rows.placed(self.page_size)
+
+    def _takes_windows(self, layer: PagedLayer, rows: RowBatch) -> bool:
+        """Whether one launch in one order writes and attends. `rows`: windows without cache rows."""
+        shape = layer.shape
+        is_own = self._choice.in_order and not self._choice.torch_only and shape.reads is None and shape.sinks is None
+        return is_own and takes_windows(rows.max_rows, shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
     def recurred(self, index: int, projected: Tensor, gates: Tensor | None, rows: RowBatch) -> Tensor:
         """What rows find in a layer that recurs (`gated_delta.py`); here is none."""
@@ -315,6 +325,9 @@ class PagedAttention:
             return torch.cat(outputs)
         layer = self._layers[index]
         own = layer.shape.reads is None
+        if rows.cache_rows is None and self._takes_windows(layer, rows):
+            places = (layer.cos_sin, rows.positions, rows.page_table, layer.k_cache, layer.v_cache)
+            return ordered_windows(qkv, *places, layer.shape.scale, read_before_wait, layer.window, layer.scales)
         if rows.cache_rows is None and (self._choice.places_rows or not (own or qkv.is_cuda)):
             rows = rows.placed(layer.k_cache.shape[1])
         if rows.tree is None and (rows.cache_rows is None or rows.row_starts is None):

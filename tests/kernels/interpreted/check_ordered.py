@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs
+from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs, decode_inputs
 from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.attention.ordered_attention import (
     OrderedTiling,
@@ -18,6 +18,8 @@ from overlap_spec_kernels.attention.ordered_attention import (
     ordered_tiling,
     part_of,
 )
+from overlap_spec_kernels.attention.ordered_windows import attend_to_windows, ordered_windows_reference
+from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import fused_linear_reference
 from overlap_spec_kernels.linear.ordered import OrderedTiles, multiply_in_order, ordered_tiles_for, run_tiles
@@ -139,6 +141,35 @@ def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
                     rows.append(attended(some, tilings(some)[apart], window))
                 found.append(torch.cat(rows))
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(
+    ("lengths", "width", "window"),
+    [((510, 0, 126), 3, None), ((250, 126), 9, 70), ((255, 1, 530, 130), 1, None), ((381, 130), 4, 200)],
+)
+@pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(3, 1, 24)], ids=str)
+def test_windows_in_one_launch(lengths: tuple[int, ...], width: int, window: int | None, heads: HeadShape) -> None:
+    """The bits of a launch that rotates and writes and of one that attends, whichever programs have the parts."""
+    *tensors, scale = decode_inputs(heads, width, list(lengths), 16, torch.float32, 4)
+    qkv, cos_sin, positions, page_table, *caches = tensors
+    scales, count = KVScales(0.5, 3.0), len(lengths)
+    expected = [cache.clone() for cache in caches]
+    reference = ordered_windows_reference(*tensors[:4], *(each.clone() for each in caches), scale, window, scales)
+    q, k, v = qkv.unflatten(1, (-1, heads.head_dim)).split((heads.num_heads, *[heads.num_kv_heads] * 2), dim=1)
+    places = positions.view(count, -1)
+    rows = (page_table.gather(1, places // 16) * 16 + places % 16).flatten().long()
+    starts = torch.arange(count + 1, dtype=torch.int32) * width
+    with dots_in_order():
+        q = _rope_kv_write_triton(q, k, v, cos_sin, positions, rows, *expected)
+        whole, apart = (ordered_tiling(q, caches[0], page_table, width, each) for each in (1, 10_000))
+        wanted = attend_in_order(q, *expected, page_table, starts, positions, scale, whole, window, scales).flatten(1)
+        torch.testing.assert_close(wanted, reference, **CLOSE)
+        for tiling in (whole, apart, apart._replace(splits=2), apart._replace(splits=1)):
+            written = [cache.clone() for cache in caches]
+            found = attend_to_windows(*tensors[:4], *written, scale, tiling, window=window, scales=scales)
+            assert torch.equal(found, wanted)
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(written, expected, strict=True))
 
 
 def test_scales_of_8_bits() -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
-from overlap_spec_kernels import Norm, Normed, OrderedQuantizedWeight, QuantizedWeight, ordered_attention
+from overlap_spec_kernels import (
+    Norm,
+    Normed,
+    OrderedQuantizedWeight,
+    QuantizedWeight,
+    ordered_attention,
+    ordered_windows,
+)
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target, write_checkpoint
@@ -103,6 +110,7 @@ def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPat
     """A CPU's rows take the way of a GPU's here, and the ops their references."""
     expected = hidden(DEFAULT_ATTENTION, family)
     windows: list[object] = []
+    at_once: list[object] = []
 
     def as_on_gpu(self: PagedAttention, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
         assert rows.cache_rows is not None
@@ -111,6 +119,10 @@ def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPat
     def noted(*given: object) -> Tensor:
         windows.append(given[8])
         return ordered_attention(*given)
+
+    def noted_at_once(*given: object) -> Tensor:
+        at_once.append(given[8])
+        return ordered_windows(*given)
 
     placed: list[RowBatch] = []
     place = RowBatch.placed
@@ -121,10 +133,15 @@ def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(PagedAttention, "_on_cpu", as_on_gpu)
     monkeypatch.setattr(attention, "ordered_attention", noted)
+    monkeypatch.setattr(attention, "ordered_windows", noted_at_once)
     monkeypatch.setattr(RowBatch, "placed", place_noted)
     found = hidden(AttentionChoice(in_order=True), family)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert len(windows) == 4 and set(windows) == {None if family == "llama" else 7}
+    assert windows == at_once == 2 * [None if family == "llama" else 7]
+    assert not placed, "windows find their places themselves"
+    monkeypatch.setattr(attention, "takes_windows", lambda *given: False)
+    torch.testing.assert_close(hidden(AttentionChoice(in_order=True), family), expected, rtol=1e-12, atol=1e-12)
+    assert len(windows) == 6 and len(at_once) == 2
     assert len(placed) == 1, "windows are placed once, and not for each layer: on a GPU it is eight launches"
 
 
