@@ -188,6 +188,7 @@ def started(stack: ExitStack, name: str, given: argparse.Namespace, head: str, *
     """A server with a head, in a folder of its own."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=name)))
     fixed = ["--device", given.device, "--audit-rate", str(given.audit_rate), *NUMBERS]
+    fixed += ["--max-total-tokens", "65536"]  # servers share a device: none takes what it has left
     fixed += ["--speculative-draft-model-path", head, *flags, *given.flags]
     service = Service(folder, *fixed, OVERLAP_SPEC_CACHE=cache_directory())
     stack.callback(service.process.kill)  # also if another one does not start

@@ -201,11 +201,6 @@ def _adapted(results: Results, name: str, form: str = ".2f") -> str:
     return " and ".join([", ".join(values[:-1]), values[-1]] if values[1:] else values)
 
 
-def _older_hits(results: Results, name: str) -> str:
-    """Accept length of a head on prompts that begin with what it, or an older head, has left in the cache."""
-    return f"{results['adapt_draft_h200']['parts']['hits'][name]['accept_length']:.2f}"
-
-
 def _trained(results: Results) -> str:
     """Accept length on chat20 of a head that `train-draft` has trained for eight minutes."""
     return f"{results['trained_draft_h200']['engine']['accept_length']:.2f}"
@@ -258,9 +253,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "adapt-learns": partial(_adapted, name="learns_last"),
     "adapt-trained": lambda results: f"{results['adapt_draft_h200']['summary'][0]['trained']:.2f}",
     "adapt-throughput": partial(_adapted, name="throughput"),
+    "adapt-faults": lambda results: str(sum(seed["faults"] for seed in results["adapt_draft_h200"]["summary"])),
     "adapt-gained": partial(_adapted, name="gained", form=".0%"),
-    "adapt-older-hits": partial(_older_hits, name="newer head, hits of the older one"),
-    "adapt-own-hits": partial(_older_hits, name="newer head, hits"),
     "price-8b": lambda results: _price(results, "8B", "step"),
     "price-smollm2": lambda results: _price(results, "SmolLM2", "step"),
     "price-prompt": lambda results: _price(results, "8B", "prompt"),

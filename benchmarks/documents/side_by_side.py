@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ Lines = list[list[str]]
 STEPS = {"SmolLM2": "step_h200.json", "8B": "step_8b_h200.json"}
 FEATURES = {"SmolLM2": "feature_costs_h200.json", "8B": "feature_costs_8b_h200.json"}
 DEFAULTS = {"2.5": "never_slower_8b_2.5_h200.json", "1.3": "never_slower_8b_1.3_h200.json"}
-FILES = (*STEPS.values(), *FEATURES.values(), *DEFAULTS.values())
+OTHER_DRAFTS = {"answers of 256 at 2.5": "default_drafters_h200.json"}
+DRAFTS = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+FILES = (*STEPS.values(), *FEATURES.values(), *DEFAULTS.values(), *OTHER_DRAFTS.values())
 
 
 def step_lines(reports: Sequence[Report]) -> Lines:
@@ -44,33 +46,46 @@ def feature_lines(reports: Sequence[Report]) -> Lines:
 
 
 def default_lines(reports: Sequence[Report]) -> Lines:
-    """tok/s of whole calls over plain decoding's, by batch and by the length of answers."""
-    cells = [
-        {(row["batch"], row["num_tokens"]): row["over_plain"]["call"]["default"] for row in report["rows"]
-         if row["kind"] == "cell"}
+    """tok/s of whole calls over plain decoding's, by batch and by the length of answers; then those of other drafts."""
+    first = [row for row in reports[0]["rows"] if row["kind"] == "cell"]
+    batches, lengths = (sorted({row[key] for row in first}) for key in ("batch", "num_tokens"))
+    columns = [
+        {row["batch"]: row["over_plain"]["call"]["default"] for row in report["rows"]
+         if (row["kind"], row[key]) == ("cell", wanted)}
         for report in reports
+        for key, wanted in (
+            [("case", draft) for draft in DRAFTS] if report.get("benchmark") == "default_drafters"
+            else [("num_tokens", length) for length in lengths]
+        )
     ]  # fmt: skip
-    batches, lengths = (sorted({key[at] for key in cells[0]}) for at in (0, 1))
     return [
-        [str(batch), *(against_plain(ratios[batch, length]) for ratios in cells for length in lengths)]
+        [str(batch), *(against_plain(ratios[batch]) if batch in ratios else "" for ratios in columns)]
         for batch in batches
     ]
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """A table with a group of columns for each file. `files`: by the group's name. `first`: heads the first column."""
+    """A table with a group of columns for each file. `files`: by the group's name. `first`: heads the first column.
+
+    `own`: the columns of a group that has others.
+    """
 
     files: Mapping[str, str]
     first: str
     columns: tuple[str, ...]
     lines: Callable[[Sequence[Report]], Lines]
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 TABLES = {
     "step-parts": SideBySide(STEPS, "batch 1", ("ms (share of step)",), step_lines),
     "feature-costs": SideBySide(FEATURES, "requests", ("step, ms", "over the first"), feature_lines),
-    "default-numbers": SideBySide(DEFAULTS, "batch", ("answers of 64", "answers of 256"), default_lines),
+    "default-numbers": SideBySide(
+        DEFAULTS | OTHER_DRAFTS,
+        *("batch", ("answers of 64", "answers of 256"), default_lines),
+        dict.fromkeys(OTHER_DRAFTS, tuple(DRAFTS.values())),
+    ),
 }
 
 
@@ -78,6 +93,7 @@ def side_by_side(name: str, results: Path, now: Callable[[], Source]) -> str:
     """The table of that name, with its files below it. Raises: KeyError for a name that is not known."""
     shown = TABLES[name]
     reports = {file: json.loads((results / file).read_text()) for file in shown.files.values()}
-    head = [shown.first, *(f"{group}, {column}" for group in shown.files for column in shown.columns)]
+    columns = [(group, column) for group in shown.files for column in shown.own.get(group, shown.columns)]
+    head = [shown.first, *(f"{group}, {column}" for group, column in columns)]
     origins = [f"- {group}: {described(results / file, reports[file], now())}" for group, file in shown.files.items()]
     return "\n".join([table(head, shown.lines(list(reports.values()))), "", *origins])

@@ -27,6 +27,11 @@ def test_calls_that_are_slower_than_plain_decoding_are_marked() -> None:
         ["1", "2.00", "2.10", "1.00", "1.10"],
         ["8", "1.20", "1.50", "**0.97** slower", "**0.99** slower"],
     ]
+    others = [cell(8, 256, 1.25) | {"case": "dspark"}, cell(1, 256, 0.9) | {"case": "eagle3"}]
+    assert default_lines([good, {"benchmark": "default_drafters", "rows": others}]) == [
+        ["1", "2.00", "2.10", "", "", "", "**0.90** slower"],
+        ["8", "1.20", "1.50", "", "1.25", "", ""],
+    ]
 
 
 def test_features_are_of_single_requests() -> None:
