@@ -35,7 +35,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("name", KERNELS)
@@ -53,7 +53,8 @@ def test_it_compiles_without_spills(name: str, window: int, sinks: bool) -> None
     assert "mma" in ptx and ".local" not in ptx
 
 
-@pytest.mark.parametrize("name", ["split_rotated", "own_keys", "own_keys_back"])
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("name", ["own_keys_back", "own_keys", "split_rotated"])
 def test_what_trains_chains_compiles_without_spills(name: str) -> None:
     sizes = {"HEADS": 32, "KV_HEADS": 8, "HEADS_BLOCK": 32, "SIZE": 128, "BLOCK": 128, "GROUP": 4, "KV_BLOCK": 8}
     if name == "split_rotated":

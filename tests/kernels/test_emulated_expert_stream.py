@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 CASES = {
-    "one row": Sizes(1, 4, 512, 384),
+    "one row": Sizes(1, 4, 512, 256),
     "an expert of all rows, eleven of them": Sizes(11, 3, 1024, 128),
     "three rows": Sizes(3, 2, 2048, 256, scale_rows=16),
     "32 rows": Sizes(32, 2, 512, 128),
@@ -76,17 +76,16 @@ def test_gate_and_up(emulator: CudaEmulator, name: str) -> None:
     gate, up = of_places(x.repeat_interleave(sizes.top_k, dim=0), weight, routing.experts).chunk(2, dim=1)
     expected = F.silu(gate) * up
     assert products.streams_gate(x, weight, routing.experts)
-    for seed in range(2):
-        emulator.seed, emulator.written_before = seed, [wide]
-        found = products._gate_up(x, weight, routing.experts)
-        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+    emulator.seed, emulator.written_before = list(CASES).index(name), [wide]
+    found = products._gate_up(x, weight, routing.experts)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_sum_of_down(emulator: CudaEmulator, name: str) -> None:
     """With what is added to it, and what the norm after it needs."""
     sizes = CASES[name]
-    hidden = sizes.hidden // 2
+    hidden = sizes.hidden // 4
     weight, routing = stack_of(sizes, hidden, sizes.inner), routing_of(sizes)
     x = guarded(torch.randn(sizes.rows * sizes.top_k, sizes.inner).to(BFLOAT))
     residual = torch.randn(sizes.rows, hidden + 8).to(BFLOAT)[:, :hidden]
@@ -108,7 +107,7 @@ def test_the_sum_of_down(emulator: CudaEmulator, name: str) -> None:
 
 def test_both_are_one_operation(emulator: CudaEmulator) -> None:
     """Of more rows than tiles without lists take; no kernel lists places."""
-    sizes = CASES["32 rows"]
+    sizes = Sizes(20, 2, 256, 128)
     weights = stack_of(sizes, 2 * sizes.inner, sizes.hidden), stack_of(sizes, sizes.hidden, sizes.inner)
     x, residual = (torch.randn(sizes.rows, sizes.hidden).to(BFLOAT) for _ in range(2))
     given = x, *weights, routing_of(sizes), residual, Norm(torch.rand(sizes.hidden).to(BFLOAT), 0.1)

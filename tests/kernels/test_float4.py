@@ -87,7 +87,7 @@ COMPILED = [(changes, "*bf16", 90) for changes in ({}, MANY, NVFP4, NVFP4 | MANY
 COMPILED += [(MANY | {"UNIT": 14}, "*fp16", 90), (NVFP4, "*fp32", 90), (NVFP4 | {"PDL": False}, "*bf16", 80)]
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize(("changes", "dtype", "capability"), COMPILED, ids=str)
 def test_the_kernel_compiles_without_spills(changes: dict[str, Any], dtype: str, capability: int) -> None:
     """In 16 bits all tiles have one instruction, whose columns are in one order: no operand is loaded wider."""

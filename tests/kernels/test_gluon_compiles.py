@@ -151,7 +151,7 @@ def test_tiled_linears(name: str) -> None:
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name: str) -> None:
     """A program of an entry left over waits elsewhere."""

@@ -65,6 +65,7 @@ def test_refused_arguments_are_named(argument: str, x: torch.Tensor, weight: Lin
         fused_linear(x, weight)
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_it_compiles_for_hopper(kind: str, block_m: int) -> None:

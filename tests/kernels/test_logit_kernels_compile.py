@@ -69,6 +69,7 @@ def test_it_compiles_without_spills(name: str, num_warps: int, constants: dict[s
     assert "griddepcontrol.wait" in compiled.asm["ptx"] and ".local" not in compiled.asm["ptx"]
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("block", "num_warps"), [(_BLOCK, _NUM_WARPS), (_MOST, _MOST_WARPS)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_losss_gradient_compiles_without_spills(dtype: str, block: int, num_warps: int) -> None:
@@ -82,6 +83,7 @@ def test_a_losss_gradient_compiles_without_spills(dtype: str, block: int, num_wa
     assert ".local" not in triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["ptx"]
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("has_target", [True, False])
 def test_a_tokens_losses_compile_without_spills(has_target: bool) -> None:
     function = _token_losses_kernel.compiled

@@ -36,7 +36,7 @@ KERNELS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(("module", "name", "constants"), KERNELS)
 def test_it_compiles_without_spills(module: str, name: str, constants: dict[str, Any]) -> None:
     function = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))[name].compiled

@@ -60,7 +60,7 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("name", KERNELS)
 def test_products_take_neighbouring_columns(name: str, rows: int) -> None:

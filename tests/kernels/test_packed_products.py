@@ -301,7 +301,7 @@ def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_compiles(kind: str, gated: bool) -> None:

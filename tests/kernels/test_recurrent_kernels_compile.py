@@ -66,7 +66,8 @@ def compiled(kernel: Any, constants: dict[str, Any], other: str = "*bf16", **opt
     return triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options=options)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_kernel_of_states_fits_into_shared_memory(dtype: str) -> None:
     kernel, constants, _ = CASES["chunks"]
     stages = prompt_chunks._STAGES[2 if dtype == "bf16" else 4]

@@ -37,8 +37,8 @@ def library(source: Path, defines: tuple[str, ...], headers: dict[str, str], cac
     if not built.is_file():
         units = {name: translated(text) for name, text in texts.items()}
         units["unit.cpp"] = _unit(source.name, texts[source.name], defines)
-        machine = _machine_object(cache)
-        _compile(units, ["-shared", "unit.cpp", str(machine)], built)
+        machine, headers_read = _machine_object(cache), _read_headers(cache)
+        _compile(units, [f"-I{headers_read}", "-shared", "unit.cpp", str(machine)], built)
     return ctypes.CDLL(str(built))
 
 
@@ -73,6 +73,17 @@ def _machine_object(cache: Path) -> Path:
     return built
 
 
+def _read_headers(cache: Path) -> Path:
+    """A folder with the emulator's headers as g++ has read them, which is half of a library's time.
+
+    A compiler that does not take them reads the headers themselves.
+    """
+    built = cache / f"headers-{_hash(_machine())}" / "cuda.h.gch"
+    if not built.is_file():
+        _compile({}, ["-x", "c++-header", str(_CPP / "cuda.h")], built)
+    return built.parent
+
+
 def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
     """Write the result under another name first. One process compiles at a time: others may want the same."""
     cache = built.parent
@@ -83,7 +94,7 @@ def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
             return
         for name, text in files.items():
             (Path(folder) / name).write_text(text)
-        command = [str(compiler()), *_FLAGS, f"-I{_CPP}", *arguments, "-o", built.name]
+        command = [str(compiler()), *_FLAGS, *arguments, f"-I{_CPP}", "-o", built.name]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
@@ -92,8 +103,8 @@ def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
 
 
 def _forget_old(cache: Path) -> None:
-    """Libraries of sources that have changed since."""
-    for path in (*cache.glob("*.so"), *cache.glob("*.o")):
+    """What was made of sources that have changed since."""
+    for path in (*cache.glob("*.so"), *cache.glob("*.o"), *cache.glob("headers-*/*.gch")):
         if time.time() - path.stat().st_mtime > _KEPT_S:
             path.unlink(missing_ok=True)
 
