@@ -201,8 +201,8 @@ def begun_layer(llama: LlamaConfig, input_size: int, known: Tensors, random: tor
 
 
 def as_parameters(tensors: Tensors, device: torch.device) -> Tensors:
-    """Leaves that gradients are of, in float32."""
-    return {name: tensor.detach().float().to(device).requires_grad_() for name, tensor in tensors.items()}
+    """Leaves that gradients are of, in float32, and in memory of their own: they are written in place."""
+    return {name: each.detach().to(device, torch.float32, copy=True).requires_grad_() for name, each in tensors.items()}
 
 
 class Weights:

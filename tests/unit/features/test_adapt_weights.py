@@ -55,19 +55,21 @@ def judge(learner: Learner, given: Batch, places: torch.Tensor) -> Any:
     return learner.judge("", lambda: Learnt(given, places, torch.tensor(len(places))))
 
 
-def batch(learner: Learner) -> tuple[Batch, torch.Tensor]:
+def batch(learner: Learner, dtype: torch.dtype = torch.float64) -> tuple[Batch, torch.Tensor]:
     random_ = torch.Generator().manual_seed(1)
     samples = [(0, Sample(torch.randint(3, 128, (20 + n,), generator=random_).tolist(), 4, 0)) for n in range(2)]
     laid = laid_out(samples, learner.is_known, 64)
     hidden = LOADED.hidden_size
-    aux, states = (torch.randn(*laid.rows.shape, n * hidden, generator=random_).double() for n in (2, 1))
+    aux, states = (torch.randn(*laid.rows.shape, n * hidden, generator=random_).to(dtype) for n in (2, 1))
     return Batch(laid.batch.tokens, aux, states, laid.batch.lengths, laid.batch.starts), laid.places
 
 
-def test_steps_change_the_copy_alone_until_it_takes_over() -> None:
-    weights = loaded_head()
-    learner = Learner(weights, LOADED, 64, num_guesses=2)
-    given, places = batch(learner)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_steps_change_the_copy_alone_until_it_takes_over(dtype: torch.dtype) -> None:
+    """In the copy's own type, too, no tensor of the head and none that it goes back to is the copy's."""
+    target = load_tiny_target(TARGET, dtype)
+    learner = Learner(load_tiny_draft(HEAD, target), target, 64, num_guesses=2)
+    given, places = batch(learner, dtype)
     before = {name: tensor.clone() for name, tensor in learner.live.tensors().items()}
     first = float(learner.copy.loss_at(given, places).detach())
     for _ in range(3):
@@ -78,6 +80,7 @@ def test_steps_change_the_copy_alone_until_it_takes_over() -> None:
     learner.take_over()
     for name, tensor in learner.live.tensors().items():
         assert torch.equal(tensor.float(), learner.copy.tensors[name].detach()), name
+        assert not torch.equal(tensor, before[name]), name
     step(learner, given, places)
     learner.go_back()
     for name, tensor in learner.live.tensors().items():

@@ -149,6 +149,17 @@ def test_a_head_begins_with_the_targets_last_layer() -> None:
     torch.testing.assert_close(dense(LOADED.head), weights["lm_head.weight"])
 
 
+def test_a_head_has_no_memory_of_its_target() -> None:
+    """In float32, in which it is trained, its parameters would be the target's where they begin as they are."""
+    target = load_tiny_target(TARGET, torch.float32)
+    frozen = Frozen.of(target, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 32)
+    for head in (Eagle3(frozen, (1, 3, 4), IDS), DFlash(frozen, (1, 3, 5), 3, 8, 5)):
+        for tensor in head.tensors.values():
+            tensor.data.fill_(3.0)
+    torch.testing.assert_close(frozen.final_norm, TARGET.tensors["model.norm.weight"].float())
+    torch.testing.assert_close(dense(target.head), TARGET.tensors["lm_head.weight"].float())
+
+
 def test_a_block_begins_with_context_as_the_targets_layers_read_it() -> None:
     """Its norm is that of their inputs, and heads are as large as theirs: of rows drawn at random, or by norms."""
     head, weights = dflash(), TARGET.tensors
