@@ -326,7 +326,7 @@ def _recur_kernel(
     v0, v1 = _old_row(own_inputs, K - 4, v_column, has_value, C), _old_row(own_inputs, K - 3, v_column, has_value, C)
     v2 = _old_row(own_inputs, K - 2, v_column, has_value, C)
     wait(PDL)
-    let_next_begin(PDL)  # which reads all but `found` at once
+    let_next_begin(PDL)  # which reads all but `found` and counts at once
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
     first, last = accepted * 0, (G - 1) * N + head
@@ -414,19 +414,25 @@ def _keep(
     if IS_WINDOW:
         begin, count = (request * width).to(tl.int64), width
         start = tl.load(positions_ptr + begin)
-        accepted = tl.minimum(tl.maximum(start - tl.load(position_ptr + slot), 0), most).to(tl.int32)
-        kept, fresh = accepted, accepted * 0
     else:
-        accepted = tl.load(counts_ptr + request).to(tl.int32)
         begin = tl.load(starts_ptr + request).to(tl.int64)
         count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
-        kept = count
         start = tl.load(positions_ptr + begin, mask=count > 0, other=1)
-        fresh = (start == 0).to(tl.int32)
-        start += count
     rows_ptr = projected_ptr + begin * STRIDE
     own_inputs = inputs_ptr + slot * (K - 1) * C
     own_window = window_ptr + slot * most * R
+    if IS_WINDOW:
+        line = tl.arange(0, BLOCK_W)[:, None]
+        has, row = (line < width) & (column < R), line.to(tl.int64)
+        mixed = tl.load(rows_ptr + row * STRIDE + column, mask=has & (column < C), other=0.0)
+        gates = tl.load(gates_ptr + (begin + row) * PITCH + column - C, mask=has & (column >= C), other=0.0)
+    wait(PDL)
+    # Not from `position_ptr`: the request's first program may have written it before another one begins.
+    accepted = tl.load(counts_ptr + request).to(tl.int32)
+    if IS_WINDOW:
+        kept, fresh, position = accepted, accepted * 0, start
+    else:
+        kept, fresh, position = count, (start == 0).to(tl.int32), start + count
     place = tl.arange(0, 4)[:, None]
     source, moves = place + kept, (place < K - 1) & (column < C) & (count > 0)
     is_input, token = source < K - 1, source - (K - 1)
@@ -436,18 +442,12 @@ def _keep(
     new = tl.load(
         rows_ptr + (token - accepted).to(tl.int64) * STRIDE + column, mask=moves & (token >= 0) & is_new, other=0.0
     )
-    if IS_WINDOW:
-        line = tl.arange(0, BLOCK_W)[:, None]
-        has, row = (line < width) & (column < R), line.to(tl.int64)
-        mixed = tl.load(rows_ptr + row * STRIDE + column, mask=has & (column < C), other=0.0)
-        gates = tl.load(gates_ptr + (begin + row) * PITCH + column - C, mask=has & (column >= C), other=0.0)
-    wait(PDL)
     tl.debug_barrier()  # all of them are read before one is written
     tl.store(own_inputs + place * C + column, tl.where(is_input, old, tl.where(is_new, new, pending)), mask=moves)
     if IS_WINDOW:
         tl.store(own_window + line * R + column, tl.where(column < C, mixed, gates), mask=has)
     if block == 0:
-        tl.store(position_ptr + slot, start, mask=count > 0)
+        tl.store(position_ptr + slot, position, mask=count > 0)
 
 
 @TritonKernel.with_options(do_not_specialize=(*_COUNTS, "of_norms"))

@@ -5,6 +5,7 @@ Gated DeltaNet's has two gates a head, Mamba-2's one.
 
 import pytest
 import torch
+from overlap_spec_kernels.recurrent import gated_delta as module
 from overlap_spec_kernels.recurrent.gated_delta import (
     DeltaRows,
     DeltaState,
@@ -85,7 +86,9 @@ def forwards(gates: int) -> list[DeltaRows]:
 @EACH
 @BOTH
 @pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_prompts_and_windows(stored: torch.dtype, gates: int) -> None:
+def test_prompts_and_windows(stored: torch.dtype, gates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs move a request's rows, one after another: none reads what another one has written."""
+    monkeypatch.setattr(module, "_CHANNELS", 32)
     expected, found, other = (some_state(gates, stored) for _ in range(3))
     weights = some_weights(gates)
     close = CLOSE
