@@ -96,7 +96,7 @@ from overlap_spec_kernels.window.gather_tree import GatheredTree, gather_tree
 from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
-from overlap_spec_kernels.window.keep_row import keep_row
+from overlap_spec_kernels.window.keep_row import keep_row, keep_states
 from overlap_spec_kernels.window.log_prob_rows import log_prob_rows
 from overlap_spec_kernels.window.mask_logits import mask_logits
 from overlap_spec_kernels.window.place_forced import place_forced
@@ -114,6 +114,7 @@ __all__ = [
     "QuantizedWeight",
     "Scratch",
     "keep_row",
+    "keep_states",
     "packed",
     "part_of",
     "runs_gluon",

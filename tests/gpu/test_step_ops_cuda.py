@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases.inputs import to_device
-from overlap_spec_kernels import TokenRows
+from overlap_spec_kernels import Normed, TokenRows
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.embed_norm import embed_norm
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
-from overlap_spec_kernels.window.keep_row import keep_row
+from overlap_spec_kernels.window.keep_row import keep_row, keep_states
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
@@ -129,6 +129,23 @@ def test_keep_row(size: int, dtype: torch.dtype) -> None:
     keep_row(*there, *on_gpu(*rows))
     keep_row(*kept, *rows)
     assert all(torch.equal(found.cpu(), expected) for found, expected in zip(there, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_keep_states(size: int, dtype: torch.dtype) -> None:
+    """Of a window, with a scale and without it."""
+    kept = torch.zeros(41, 3 * size, dtype=dtype), torch.zeros(41, size, dtype=dtype)
+    places, slots = torch.tensor([(0, 0, 40), (4, 9, -4), (100, 109, -90)]), torch.tensor([2, 1])
+    positions, aux = torch.tensor([[104, 105, 106], [5, 6, 7]]), torch.randn(6, 3 * size).to(dtype)
+    values = torch.randn(6, size).to(dtype)
+    for final in (values, Normed(values, values * 2, torch.rand(9, 6) * size, 1e-5)):
+        there = on_gpu(*kept)
+        moved = Normed(*on_gpu(*final[:3]), final.eps) if isinstance(final, Normed) else final.cuda()
+        keep_states(there, *on_gpu(places, slots, positions, aux), moved)
+        keep_states(kept, places, slots, positions, aux, final)
+        assert torch.equal(there[0].cpu(), kept[0])
+        torch.testing.assert_close(there[1].cpu().float(), kept[1].float(), **CLOSE[dtype])
 
 
 class Steps(tuple[Tensor, ...]):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from overlap_spec_kernels import Normed
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.embed_norm import embed_norm
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
-from overlap_spec_kernels.window.keep_row import keep_row
+from overlap_spec_kernels.window.keep_row import keep_row, keep_states
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.step_inputs import (
@@ -124,6 +125,21 @@ def test_keep_row() -> None:
     assert kept_tokens.tolist() == [[0, 0, 0, 8], [0, 0, 0, 0], [0, 7, 0, 0]]
     with pytest.raises(ValueError, match="rows"):
         keep_row(kept_rows, kept_tokens, torch.tensor([2, 0]), torch.tensor([9, 3]), rows.half(), tokens)
+
+
+def test_keep_states() -> None:
+    """Slot 1 keeps positions 4 to 6 from place 0 on; what lies on either side goes to the row before and behind."""
+    kept = torch.zeros(7, 4), torch.zeros(7, 2)
+    places, positions = torch.tensor([(0, 0, 6), (3, 7, -3)]), torch.tensor([[3, 4, 5], [9, 9, 9]])
+    aux, values = torch.randn(6, 4), torch.randn(6, 2)
+    final = Normed(values, values * 3, values.square().sum(1)[None], 1e-5)
+    keep_states(kept, places, torch.tensor([1, 0]), positions, aux, final)
+    assert torch.equal(kept[0][:3], aux[:3]) and not kept[0][3:6].any() and kept[0][6].any()
+    assert torch.equal(kept[1][:3], final.normalised()[:3])
+    keep_states(kept, places, torch.tensor([1, 0]), positions, aux, values)
+    assert torch.equal(kept[1][:3], values[:3])
+    with pytest.raises(ValueError, match="aux"):
+        keep_states(kept, places, torch.tensor([1, 0]), positions, aux.half(), final)
 
 
 @pytest.mark.parametrize(

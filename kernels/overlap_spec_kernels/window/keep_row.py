@@ -1,4 +1,4 @@
-"""Keeps a row of each request in its slot's ring, in one launch: what a draft absorbs later."""
+"""Keeps rows of requests in rings, in one launch: what a draft absorbs later, or learns from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.norm.normed import Normed, normalised
 
 _COLUMNS_PER_PROGRAM = 2048
 
@@ -77,3 +78,97 @@ def _keep_row_kernel(
     tl.store(kept_rows_ptr + place * size + column, row, mask=inside)
     if tl.program_id(1) == 0:
         tl.store(kept_tokens_ptr + place, tl.load(tokens_ptr + request))
+
+
+def keep_states(
+    kept: tuple[Tensor, Tensor], places: Tensor, slots: Tensor, positions: Tensor, aux: Tensor, final: Tensor | Normed
+) -> None:
+    """Write each row's aux states, and its final one with the norm's scale, to its place, in place.
+
+    A place is the position, within the slot's bounds `places[slot, :2]`, and `places[slot, 2]` more. Of rows with one
+    place, one is kept.
+    Shapes: kept ([N, A], [N, H]), places [S, 3] i64, slots [B] i64, positions [B, R] i64, aux [B * R, A],
+    final [B * R, H]. Raises: ValueError naming the argument. Sync: never.
+    """
+    values = final.weighted if isinstance(final, Normed) else final
+    for name, rows, ring in (("aux", aux, kept[0]), ("final", values, kept[1])):
+        require(ring.dim() == 2 and ring.is_contiguous(), f"kept: {name}", "[N, columns], contiguous")
+        require(rows.shape == (positions.numel(), ring.shape[1]) and rows.stride(1) == 1, name, "[B * R, columns]")
+        require(rows.dtype == ring.dtype, name, "the dtype of what is kept")
+    require(places.shape[1:] == (3,) and places.is_contiguous(), "places", "[S, 3], contiguous")
+    require(positions.shape[:1] == slots.shape and positions.is_contiguous(), "positions", "[B, R], contiguous")
+    require(slots.is_contiguous(), "slots", "[B], contiguous")
+    for name, index in {"places": places, "slots": slots, "positions": positions}.items():
+        require(index.dtype == torch.int64, name, "int64")
+    run = _keep_states_triton if runs_triton(kept[0]) else keep_states_reference
+    run(kept, places, slots, positions, aux, final)
+
+
+def keep_states_reference(
+    kept: tuple[Tensor, Tensor], places: Tensor, slots: Tensor, positions: Tensor, aux: Tensor, final: Tensor | Normed
+) -> None:
+    least, most, added = places[slots].split(1, dim=1)
+    index = (positions.clamp(min=least, max=most) + added).view(-1)
+    kept[0].index_copy_(0, index, aux)
+    kept[1].index_copy_(0, index, normalised(final))
+
+
+def _keep_states_triton(
+    kept: tuple[Tensor, Tensor], places: Tensor, slots: Tensor, positions: Tensor, aux: Tensor, final: Tensor | Normed
+) -> None:
+    squares = final.squares if isinstance(final, Normed) else None
+    rows, num_parts = final.weighted if isinstance(final, Normed) else final, 0 if squares is None else len(squares)
+    block = min(next_power_of_2(max(aux.shape[1], rows.shape[1])), _COLUMNS_PER_PROGRAM)
+    of_aux = ceil_div(aux.shape[1], block)
+    _keep_states_kernel[(positions.numel(), of_aux + ceil_div(rows.shape[1], block))](
+        *kept,
+        places,
+        slots,
+        positions,
+        aux,
+        rows,
+        rows if squares is None else squares,
+        aux.stride(0),
+        rows.stride(0),
+        0 if squares is None else squares.stride(0),
+        aux.shape[1],
+        rows.shape[1],
+        positions.shape[1],
+        of_aux,
+        num_parts,
+        final.eps if isinstance(final, Normed) else 0.0,
+        BLOCK=block,
+        BLOCK_P=next_power_of_2(num_parts) if num_parts else 0,
+        num_warps=4,
+        **dependent_launch(aux.device),
+    )
+
+
+@TritonKernel.with_options(do_not_specialize=("squares_stride", "num_rows", "of_aux", "num_parts"))
+def _keep_states_kernel(
+    kept_aux_ptr: tl.tensor, kept_final_ptr: tl.tensor, places_ptr: tl.tensor, slots_ptr: tl.tensor,
+    positions_ptr: tl.tensor, aux_ptr: tl.tensor, final_ptr: tl.tensor, squares_ptr: tl.tensor, aux_stride: int,
+    final_stride: int, squares_stride: int, aux_size: int, size: int, num_rows: int, of_aux: int, num_parts: int,
+    eps: float, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (row, part of its aux columns; behind those, of its final ones). BLOCK_P: 0 without a scale."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait_for_inputs(PDL)
+    bounds = places_ptr + tl.load(slots_ptr + row // num_rows) * 3
+    position = tl.minimum(tl.maximum(tl.load(positions_ptr + row), tl.load(bounds)), tl.load(bounds + 1))
+    place = position + tl.load(bounds + 2)
+    if part < of_aux:
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(aux_ptr + row * aux_stride + column, mask=column < aux_size)
+        tl.store(kept_aux_ptr + place * aux_size + column, x, mask=column < aux_size)
+    else:
+        last = (part - of_aux) * BLOCK + tl.arange(0, BLOCK)
+        final = tl.load(final_ptr + row * final_stride + last, mask=last < size)
+        if BLOCK_P > 0:
+            of_parts = tl.arange(0, BLOCK_P)
+            at = squares_ptr + of_parts * squares_stride + row
+            squares = tl.load(at, mask=of_parts < num_parts, other=0.0)
+            scaled = final.to(tl.float32) * (1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + eps))
+            tl.store(kept_final_ptr + place * size + last, scaled, mask=last < size)
+        else:
+            tl.store(kept_final_ptr + place * size + last, final, mask=last < size)

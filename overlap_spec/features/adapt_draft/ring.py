@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from overlap_spec_kernels import keep_states
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
@@ -101,6 +102,5 @@ class WatchedProposer:
         return self.inner.propose(batch, learnt, num_guesses)
 
     def _keep(self, batch: SlotBatch, positions: Tensor, output: TargetOutput) -> None:
-        index = self.ring.rows_of(batch.slots, positions)
-        self.ring.aux.index_copy_(0, index, output.aux)
-        self.ring.hidden.index_copy_(0, index, output.hidden)
+        kept, places = (self.ring.aux, self.ring.hidden), self.ring.places
+        keep_states(kept, places, batch.slots, positions.contiguous(), output.aux, output.final)

@@ -2,14 +2,19 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import PublishedColumns
+from overlap_spec_kernels import Normed, PublishedColumns
 from overlap_spec_kernels.norm.draft_input import _draft_input_triton, draft_input_reference
 from overlap_spec_kernels.norm.embed_norm import _embed_norm_triton
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton
 from overlap_spec_kernels.norm.select_rows import _select_rows_triton, select_rows_reference
 from overlap_spec_kernels.window.gather_window import _gather_window_triton, gather_window_reference
 from overlap_spec_kernels.window.judge_chain import _judge_chain_triton, judge_chain_reference
-from overlap_spec_kernels.window.keep_row import _keep_row_triton, keep_row_reference
+from overlap_spec_kernels.window.keep_row import (
+    _keep_row_triton,
+    _keep_states_triton,
+    keep_row_reference,
+    keep_states_reference,
+)
 from overlap_spec_kernels.window.place_guesses import _place_guesses_triton, place_guesses_reference
 from overlap_spec_kernels.window.synthetic_accept import _synthetic_accept_triton, synthetic_accept_reference
 from support.step_inputs import (
@@ -150,6 +155,21 @@ def test_keep_row(size: int, num_rows: int) -> None:
     _keep_row_triton(*kept, *arguments)
     keep_row_reference(*expected, *arguments)
     assert all(map(torch.equal, kept, expected)) and kept[1].any()
+
+
+@pytest.mark.parametrize("aux_size, size, num_parts", [(180, 60, 5), (0, 600, 0), (4100, 60, 1)])
+def test_keep_states(aux_size: int, size: int, num_parts: int) -> None:
+    """Of three slots one writes nowhere; of the others, windows lie within their bounds and beyond either."""
+    places = torch.tensor([(0, 0, 40), (4, 9, -4), (0, 0, 40), (100, 109, -90)])
+    slots, positions = torch.tensor([3, 1, 2]), torch.tensor([[104, 105], [8, 12], [5, 6]])
+    values, aux = torch.randn(6, size).bfloat16(), torch.randn(6, aux_size + 3).bfloat16()[:, :aux_size]
+    final = Normed(values, values * 2, torch.rand(num_parts, 6) * size, 1e-5) if num_parts else values
+    kept = torch.zeros(41, aux_size).bfloat16(), torch.zeros(41, size).bfloat16()
+    expected = tuple(tensor.clone() for tensor in kept)
+    _keep_states_triton(kept, places, slots, positions, aux, final)
+    keep_states_reference(expected, places, slots, positions, aux, final)
+    assert torch.equal(kept[0][:40], expected[0][:40]) and kept[1][[5, 14, 15]].any(1).all()
+    torch.testing.assert_close(kept[1][:40], expected[1][:40])
 
 
 @pytest.mark.parametrize("num_rows, size", [(1, 60), (3, 576), (9, 4096)])
