@@ -20,6 +20,7 @@ Holder = ModuleType | type
 Known = tuple[tl.core.tuple, int, str, tl.core.tuple, tl.constexpr]  # shape, size, name; for values: shape, size
 search, patch, check_block = interpreter._patch_builtin, interpreter._patch_lang, tl.block_type.__init__
 check_operands, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+convert = TritonSemantic.cast
 unwrap = tl.core._unwrap_if_constexpr
 blocks: dict[tuple[object, ...], Known] = {}
 types_of_elements: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
@@ -36,6 +37,7 @@ ELEMENTS = [
 SIZES = {id(element): max(element.primitive_bitwidth // 8, 1) for element in ELEMENTS}  # there is one object of each
 INTEGERS = {id(element): range(-(1 << bits - 1), 1 << bits - 1) for element, bits in ((tl.int32, 32), (tl.int64, 64))}
 FLOATS = {id(tl.float32), id(tl.float64)}
+HOLD_NOTHING = {tl.tensor, int, bool, float, str, type(None), tl.dtype, tl.block_type, tl.pointer_type}
 
 
 def patch_builtin(holder: Holder, builder: object, scope: Any) -> None:
@@ -130,9 +132,14 @@ def np_dtype_of(type_: tl.core.dtype) -> "np.dtype[Any]":
 def unwrap_if_constexpr(value: Any) -> Any:
     """What a `constexpr` holds; any other value."""
     kind = type(value)
-    if kind is tl.tensor or kind is int:
+    if kind in HOLD_NOTHING:
         return value
     return value.value if kind is tl.constexpr else unwrap(value)
+
+
+def cast(self: TritonSemantic, value: tl.tensor, type_: tl.core.dtype, rounding: str | None = None) -> tl.tensor:
+    """A value in another type of elements, or in its own."""
+    return value if value.dtype is type_.scalar else convert(self, value, type_, rounding)
 
 
 def spread(value: tl.tensor, shape: tuple[int, ...], is_scalar: bool) -> tl.tensor:
@@ -210,5 +217,6 @@ def install() -> None:
     tl.core._unwrap_if_constexpr = unwrap_if_constexpr
     TritonSemantic.binary_op_type_checking_impl = operands
     TritonSemantic.broadcast_impl_value = in_one_shape
+    TritonSemantic.cast = cast
     if not interpreter.interpreter_builder.options.debug:  # else the sums in 64 bits are compared
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -101,7 +101,7 @@ def test_wide_heads_then_queries_alone(heads: HeadShape, window: int | None) -> 
 
 def test_16_bit_heads() -> None:
     """q and k are rounded as the reference rounds them; what is left is the rounding of weights before they meet V."""
-    wide, lengths = HeadShape(8, 1, 512), [300, 150, 5]
+    wide, lengths = HeadShape(8, 1, 512), [300, 5]
     large = HeadShape(8, 2, 256), [300], 140
     for heads, cached, window in (
         (HeadShape(6, 2, 64), lengths, None),

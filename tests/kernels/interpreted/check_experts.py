@@ -1,6 +1,5 @@
 """The kernels of mixtures of experts under the interpreter: the router's choice, and the experts' weighted sum."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -182,7 +181,8 @@ def test_the_first_product_waits_for_the_choice(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(experts_mlp, "places_of", listed)
     of_32_bits = drawn(3, 256, 128, dtype=torch.float32), drawn(3, 128, 128, dtype=torch.float32)
     of_8_bits = quantised(3, 256, 128, *FORMATS[0]), quantised(3, 128, 128, *FORMATS[0])
-    cases = itertools.product((5, 19), (None, gelu_mul), (of_32_bits, of_8_bits))
+    cases = [(5, None, of_32_bits), (5, gelu_mul, of_8_bits), (19, None, of_8_bits)]
+    cases += [(19, gelu_mul, of_32_bits), (19, gelu_mul, of_8_bits)]
     for num_rows, gate, weights in cases:
         inputs = (4 * drawn(num_rows, 128, dtype=torch.float32), *weights, routing_of(num_rows, 3, 2), None, gate)
         expected = experts_mlp_reference(*inputs)
@@ -282,7 +282,7 @@ def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None
     two, expected = _route_triton(x, weight, 6, True), route_reference(x, weight, 6, True)
     assert torch.equal(two.experts, expected.experts)
     torch.testing.assert_close(two.weights, expected.weights, rtol=1e-5, atol=1e-6)
-    for rows in (slice(0, 32), slice(4, 7), slice(32, 33), slice(3, 21)):
+    for rows in (slice(0, 32), slice(4, 7), slice(32, 33)):
         one = _route_triton(x[rows], weight, 6, True)
         assert torch.equal(one.experts, two.experts[rows]) and torch.equal(one.weights, two.weights[rows])
         assert (row_parts(3 * num_experts, x.device).view(torch.int32) == -1).all()

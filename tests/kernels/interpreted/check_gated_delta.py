@@ -105,45 +105,45 @@ def test_prompts_and_windows(stored: torch.dtype, gates: int, monkeypatch: pytes
 
 @BOTH
 def test_windows_have_the_bits_of_single_tokens(gates: int) -> None:
-    weights, text = some_weights(gates), rows_of(8, 20, gates)
+    weights, text = some_weights(gates), rows_of(8, 17, gates)
     plain, drafted = some_state(gates), some_state(gates)
     for state, slot in ((plain, 0), (drafted, 2)):
-        gated_delta(state, weights, prompts(text[:7], [0], [7], [slot]))
-    expected = torch.cat([gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(7, 20)])
-    at = 7
+        gated_delta(state, weights, prompts(text[:5], [0], [5], [slot]))
+    expected = torch.cat([gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(5, 17)])
+    at = 5
     for accepted, width in ((0, 3), (3, 4), (1, 2), (2, 4)):
         guessed = text[at : at + width].clone()
         guessed[accepted + 1 :] = 9.0
         other = text[: len(guessed)] if at % 2 else guessed
         out = gated_delta(drafted, weights, windows(torch.cat((guessed, other)), [at, at], [2, 3]))
-        assert torch.equal(out[: accepted + 1], expected[at - 7 : at - 6 + accepted])
+        assert torch.equal(out[: accepted + 1], expected[at - 5 : at - 4 + accepted])
         at += accepted + 1
-    while at < 20:
+    while at < 17:
         gated_delta(drafted, weights, windows(text[at : at + 1], [at], [2]))
         at += 1
     assert torch.equal(plain.memory[0], drafted.memory[2]) and torch.equal(plain.inputs[0], drafted.inputs[2])
-    assert int(plain.position[0]) == int(drafted.position[2]) == 19
+    assert int(plain.position[0]) == int(drafted.position[2]) == 16
 
 
-@EACH
+@pytest.mark.slow_but_every(3)  # both kinds are quick, one with gates apart
 @BOTH
 @pytest.mark.parametrize("gates_apart", [False, True])
 def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates_apart: bool) -> None:
     """In one chunk or in two; windows go on from it."""
-    weights, text = some_weights(gates), rows_of(8, 20, gates)
+    weights, text = some_weights(gates), rows_of(8, 17, gates)
     plain, again = some_state(gates), some_state(gates)
     for state, slot in ((plain, 0), (again, 2)):
-        gated_delta(state, weights, prompts(text[:7], [0], [7], [slot]))
-    expected = [gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(7, 20)]
+        gated_delta(state, weights, prompts(text[:5], [0], [5], [slot]))
+    expected = [gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(5, 17)]
     found = []
-    for begin, end in ((7, 13), (13, 18)):
+    for begin, end in ((5, 11), (11, 15)):
         rows = prompts(text[begin:end], [begin], [end - begin], [2])
         if gates_apart:
             own = apart(windows(text[begin:end], [begin], [2]), gates)
             rows = rows._replace(projected=own.projected, gates=own.gates)
         found.append(gated_delta(again, weights, rows._replace(are_drawn=True)))
         assert int(again.position[2]) == end
-    found += [gated_delta(again, weights, windows(text[at : at + 1], [at], [2])) for at in (18, 19)]
+    found += [gated_delta(again, weights, windows(text[at : at + 1], [at], [2])) for at in (15, 16)]
     assert torch.equal(torch.cat(found), torch.cat(expected))
     assert torch.equal(plain.memory[0], again.memory[2]) and torch.equal(plain.inputs[0], again.inputs[2])
 

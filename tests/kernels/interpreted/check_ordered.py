@@ -125,7 +125,7 @@ def test_attention_is_its_reference(requests: list[tuple[int, int]], window: int
 @pytest.mark.parametrize("window", [150, None])
 def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
     """The rows of a prompt's end, one after another, in windows, in chunks, in parts and at once."""
-    heads, begin, count = HeadShape(4, 2, 16), 250, 9
+    heads, begin, count = HeadShape(2, 1, 16), 250, 9
     whole = attention_inputs(heads, [(begin, count)], 16, torch.float32)
     found: list[torch.Tensor] = []
     with dots_in_order():
