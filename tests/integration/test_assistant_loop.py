@@ -21,7 +21,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.hub import resolve_model
 
-NUM_TOKENS = 30
+NUM_TOKENS = 20
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
 UNTIED = {"tie_word_embeddings": False, "final_logit_softcapping": None}
 

@@ -50,7 +50,7 @@ def test_a_copy_beside_the_chain_saves_steps(codec: TextCodec, method: str) -> N
     """Answers repeat themselves, and the chain is shorter than what they repeat: the same tokens in fewer steps."""
     config = RingConfig(method=method, chunk_tokens=16, num_steps=3, num_draft_tokens=3 + 1 + COPIED)
     alone = replace(config, method=method.partition(" ")[0], num_draft_tokens=None)
-    longer = SamplingParams(max_new_tokens=80, temperature=0.0, seed=0, ignore_eos=True)
+    longer = SamplingParams(max_new_tokens=56, temperature=0.0, seed=0, ignore_eos=True)
     found, wanted = answers(config, codec, longer), answers(alone, codec, longer)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
     steps, without = ([answer.usage.spec_verify_ct for answer in some] for some in (found, wanted))

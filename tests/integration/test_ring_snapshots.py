@@ -22,8 +22,8 @@ FAMILY = "qwen3 next"
 CONFIG = RingConfig(
     family=FAMILY, num_slots=2, page_size=16, num_pages=60, chunk_tokens=64, max_len=400, num_snapshots=4
 )
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, seed=0, ignore_eos=True)
-DRAWN = SamplingParams(max_new_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, seed=0, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=8, temperature=0.9, seed=7, ignore_eos=True)
 A = [(7 * i) % 100 + 10 for i in range(150)]
 B = [(11 * i + 3) % 100 + 10 for i in range(140)]
 

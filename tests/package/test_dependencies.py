@@ -45,10 +45,12 @@ def names_in(requirements: list[str]) -> set[str]:
 def imports_in(tree: ast.AST, file: str, lazy: bool = False) -> Iterator[Import]:
     """All imports of other people's packages below a node."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # has no statement
+            continue
         for module in modules_of(node):
             if module.split(".")[0] not in OURS | sys.stdlib_module_names:
                 yield Import(distribution_of(module), f"{file}:{getattr(node, 'lineno', 0)}", lazy)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_type_checkers(node)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_type_checkers(node)
         yield from imports_in(node, file, lazy or inside)
 
 

@@ -141,16 +141,19 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     assert len(lent) == len(set(lent)) and not set(lent) & set(held), "a lent page is another's too"
     held += lent
     cached = [page for node in cache.nodes() for page in node.pages]
-    holders = Counter(held) + Counter(cached)
-    assert len(cached) == len(set(cached)) == cache.num_pages, "a page is cached twice"
-    assert all(count == holders[page] for page, count in enumerate(pool.holders)), "holders miscounted"
-    assert not holders.keys() & set(pool.free) and 0 not in holders and 0 not in pool.free
-    assert len(pool.free) == len(set(pool.free)), "a page is free twice"
-    allocated, cached_only = len(set(held)), len(set(cached) - set(held))
-    assert allocated + cached_only + len(pool.free) == pool.num_total, "pages leaked"
+    owned, kept, free = set(held), set(cached), set(pool.free)
+    assert len(cached) == len(kept) == cache.num_pages, "a page is cached twice"
+    counts = [0] * len(pool.holders)
+    for page in (*held, *cached):
+        counts[page] += 1
+    assert counts == list(pool.holders), "holders miscounted"
+    assert not (owned | kept) & free and 0 not in owned | kept | free
+    assert len(pool.free) == len(free), "a page is free twice"
+    cached_only = len(kept - owned)
+    assert len(owned) + cached_only + len(free) == pool.num_total, "pages leaked"
     assert cached_only == cache.num_evictable, "a cached page is locked without a request, or evictable in use"
     tables = Counter(page for request in placed for page in request.pages[request.num_shared :])
-    assert not tables.keys() & set(cached) and all(count == 1 for count in tables.values()), "a private page is shared"
+    assert not tables.keys() & kept and all(count == 1 for count in tables.values()), "a private page is shared"
 
 
 def lent_pages(scheduler: Scheduler) -> list[int]:
