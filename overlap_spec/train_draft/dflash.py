@@ -13,6 +13,7 @@ The loss of a guess, with d = sum |draft's probabilities - target's|, which is a
     0.1 cross-entropy  +  0.9 d  +  binary cross-entropy of the confidence head with 1 - d / 2
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,43 +22,40 @@ from overlap_spec_kernels import token_losses
 from torch import Tensor
 
 from overlap_spec.train_draft.head import (
-    FC_STD,
     Batch,
     Frozen,
+    GuessLoss,
+    Head,
     RotatedHeads,
     Tensors,
     Weights,
-    as_parameters,
     begun_layer,
     chunked_argmax,
 )
-from overlap_spec.train_draft.state import dflash_config
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step
-VISITS = 3  # hidden states of a batch take longer than a step, and have roots for more
 FADES = 7.0  # places over which a guess's weight decreases by e, in windows of 14 and more; less in shorter ones
 RANK = 256  # of DSpark's Markov head, at most
 DISTANCE = 0.9  # share of the distance in DSpark's loss; the rest is the cross-entropy's
 MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 
 
-class DFlash:
-    """The draft (`Head`)."""
+class DFlash(Head):
+    """The draft."""
 
     first_guess = 1  # of a block's rows
-    visits = VISITS
+    visits = 3  # hidden states of a batch take longer than a step, and have roots for more
 
     def __init__(
         self, frozen: Frozen, aux_layers: tuple[int, ...], num_layers: int, block_size: int, mask: int, seed: int = 0
     ) -> None:
-        self._frozen, self._aux_layers = frozen, aux_layers
-        self._num_layers, self._block_size, self._mask = num_layers, block_size, mask
+        self._num_layers, self._mask = num_layers, mask
         self._embedding = frozen.embedding.scaled(1.0)  # rows as they are stored
         self._ahead = torch.arange(block_size, device=frozen.embedding.device)
         self._guessed = self._ahead[self.first_guess :] + 1 - self.first_guess  # places after the root
-        drawn = self._begun(torch.Generator().manual_seed(seed))
-        self.tensors: Tensors = as_parameters(drawn, frozen.embedding.device)
+        super().__init__(frozen, aux_layers, seed)
+        self.kept = {"mask": mask, "block_size": block_size}
 
     def _begun(self, random: torch.Generator) -> Tensors:
         """The target's last layers, which read its last aux hidden state as their own inputs."""
@@ -70,83 +68,73 @@ class DFlash:
             made |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
             sizes = {part: _head_norm(known, part) * torch.ones(llama.head_dim) for part in "qk"}
             made |= {f"layers.{index}.self_attn.{part}_norm.weight": size for part, size in sizes.items()}
-        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * FC_STD
-        fc[:, -hidden:] += torch.eye(hidden)
         norms = [made[f"layers.{index}.input_layernorm.weight"] for index in range(self._num_layers)]
-        made["fc.weight"], made["hidden_norm.weight"] = fc, torch.stack(norms).mean(0)
-        made["norm.weight"] = self._frozen.final_norm.cpu()
+        made["fc.weight"] = self._frozen.fc(len(self._aux_layers), random)
+        made["hidden_norm.weight"], made["norm.weight"] = torch.stack(norms).mean(0), self._frozen.final_norm
         return made
 
     def config(self) -> dict[str, Any]:
-        return dflash_config(self._frozen, self._aux_layers, self._num_layers, self._block_size, self._mask)
-
-    def buffers(self) -> Tensors:
-        return {}
-
-    def kept(self) -> dict[str, Any]:
-        return {"mask": self._mask, "block_size": self._block_size}
-
-    def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        return self.loss_at(batch, self.places(batch, random))
+        """With block, mask and the layers that are read."""
+        return self._frozen.config(self._num_layers) | {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": len(self._ahead),
+            "layer_types": ["full_attention"] * self._num_layers,
+            "num_target_layers": self._frozen.target.num_layers,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "dflash_config": {"mask_token_id": self._mask, "target_layer_ids": list(self._aux_layers)},
+        }
 
     def places(self, batch: Batch, random: torch.Generator) -> Tensor:
-        roots, (count, length) = self._drawn_roots(batch, random), batch.tokens.shape
-        return (roots + length * torch.arange(count, device=roots.device)[:, None]).flatten()
+        """Roots: tokens of the answers that have one behind them, one of each part of an answer."""
+        count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], _num_blocks(batch)
+        share = (torch.rand(len(count), blocks, generator=random) + torch.arange(blocks)) / blocks
+        roots = batch.starts[:, None] + (share.to(count.device) * count).long().minimum(count - 1)
+        return (roots + len(batch.places) * torch.arange(len(roots), device=roots.device)[:, None]).flatten()
 
-    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
-        """Of as many roots of each sample, in their order; places behind them are none. Sync: never."""
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor) -> Tensor:
+        """Of as many roots of each sample, in their order; places behind them are none."""
         samples, length = batch.tokens.shape
         roots = (places[: samples * _num_blocks(batch)] % length).view(samples, -1)
-        guessed, weights = roots[..., None] + self._guessed, self._weights()
+        guessed, weights = roots[..., None] + self._guessed, self.weights()
         fades = min(FADES, (len(self._guessed) + 1) / 2)
         shares = torch.exp(-(self._guessed - 1) / fades) * (guessed < batch.lengths[:, None, None])
         shares = (shares / shares.sum().clamp(min=1e-6)).flatten()
-        previous = _at(batch.tokens, guessed - 1)
-        inputs = self._inputs(weights, self._block_rows(weights, batch, roots), previous).flatten(0, 2)
+        inputs = self.inputs(weights, batch, roots, guessed)
         return self._error(weights, inputs, batch, guessed, shares)
 
     def _error(self, weights: Weights, inputs: Tensor, batch: Batch, guessed: Tensor, shares: Tensor) -> Tensor:
         """Of guesses of tokens at places `guessed`, with their weights. Shapes: inputs [n, I], shares [n] -> []."""
-        tokens = _at(batch.tokens, guessed).flatten()
-        loss: Tensor = _GuessLoss.apply(inputs, None, self._head(weights), tokens, shares, None, 0.0)[0]  # type: ignore[no-untyped-call]  # autograd's
+        measure = partial(measure_tokens, _at(batch.tokens, guessed).flatten(), shares, None, 0.0)
+        loss: Tensor = GuessLoss.apply(inputs, self.head(weights), None, measure)[0]  # type: ignore[no-untyped-call]  # autograd's
         return loss
 
-    def _inputs(self, weights: Weights, rows: Tensor, previous: Tensor) -> Tensor:
-        """What the head reads of rows that guess, and of the tokens before their guesses."""
-        return rows
+    def inputs(self, weights: Weights, batch: Batch, roots: Tensor, guessed: Tensor) -> Tensor:
+        """What the head reads for guesses of tokens at places `guessed`. Shapes: [B, N, K] -> [B * N * K, I]."""
+        return self._block_rows(weights, batch, roots).flatten(0, 2)
 
-    def _head(self, weights: Weights) -> Tensor:
+    def head(self, weights: Weights) -> Tensor:
+        """Shapes: -> [V, I]."""
         return self._frozen.head
-
-    def _weights(self) -> Weights:
-        return Weights(self.tensors, self._embedding.dtype, self._frozen.llama.rms_norm_eps)
-
-    def _drawn_roots(self, batch: Batch, random: torch.Generator) -> Tensor:
-        """Tokens of the answers that have one behind them: one of each part of an answer. Shapes: -> [B, N] i64."""
-        count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], _num_blocks(batch)
-        share = (torch.rand(len(count), blocks, generator=random) + torch.arange(blocks)) / blocks
-        return batch.starts[:, None] + (share.to(count.device) * count).long().minimum(count - 1)
 
     @torch.no_grad()
     def accepted(self, batch: Batch) -> Tensor:
         counts = torch.zeros_like(batch.tokens)
         first, last = int(batch.starts.min()), int(batch.lengths.max()) - 1
-        weights = self._weights()
-        head = self._head(weights)
+        weights = self.weights()
+        head = self.head(weights)
         for begin in range(first, last, BLOCKS):
             roots = torch.arange(begin, min(begin + BLOCKS, last), device=counts.device).expand(len(counts), -1)
             guessed = roots[..., None] + self._guessed
-            # The token before a guess is the one that was guessed, or the guess counts no more.
-            previous = _at(batch.tokens, guessed - 1)
-            inputs = self._inputs(weights, self._block_rows(weights, batch, roots), previous)
-            guesses = chunked_argmax(inputs.flatten(0, 2), head).view_as(guessed)
+            guesses = chunked_argmax(self.inputs(weights, batch, roots, guessed), head).view_as(guessed)
             is_right = (guesses == _at(batch.tokens, guessed)) & (guessed < batch.lengths[:, None, None])
             counts[:, roots[0]] = is_right.cumprod(2).sum(2)
         return counts
 
     def _block_rows(self, weights: Weights, batch: Batch, roots: Tensor) -> Tensor:
         """Each block's rows that guess, before the head. Shapes: roots [B, N] -> [B, N, K, H]."""
-        size, (count, blocks) = self._block_size, roots.shape
+        size, (count, blocks) = len(self._ahead), roots.shape
         places = (roots[..., None] + self._ahead).flatten(1)
         tokens = torch.full((count, blocks, size), self._mask, device=roots.device)
         tokens[..., 0] = batch.tokens.gather(1, roots)
@@ -202,56 +190,36 @@ class DSpark(DFlash):
         }
         return config | {"architectures": ["DSparkDraftModel"]}
 
-    def _inputs(self, weights: Weights, rows: Tensor, previous: Tensor) -> Tensor:
+    def inputs(self, weights: Weights, batch: Batch, roots: Tensor, guessed: Tensor) -> Tensor:
+        """The token before a guess is the one that was guessed, or the guess counts no more."""
+        previous, rows = _at(batch.tokens, guessed - 1).flatten(), super().inputs(weights, batch, roots, guessed)
         # Of the parameter itself: its gradient is summed in float32.
-        known = self.tensors[f"{MARKOV}1.weight"].index_select(0, previous.flatten())
-        return torch.cat((rows, known.to(rows.dtype).view(*previous.shape, -1)), -1)
+        known = self.tensors[f"{MARKOV}1.weight"].index_select(0, previous)
+        return torch.cat((rows, known.to(rows.dtype)), -1)
 
-    def _head(self, weights: Weights) -> Tensor:
+    def head(self, weights: Weights) -> Tensor:
         return torch.cat((self._frozen.head, weights[f"{MARKOV}2"].detach()), 1)
 
     def _error(self, weights: Weights, inputs: Tensor, batch: Batch, guessed: Tensor, shares: Tensor) -> Tensor:
-        tokens = _at(batch.tokens, guessed).flatten()
         with torch.no_grad():  # of the hidden state that said the token
             target = self._frozen.target.head.logits(_at(batch.hidden, guessed - 1).flatten(0, 2)).contiguous()
-        given = weights[f"{MARKOV}2"], self._head(weights), tokens, shares, target, DISTANCE
-        loss, distances = _GuessLoss.apply(inputs, *given)  # type: ignore[no-untyped-call]  # autograd's
+        measure = partial(measure_tokens, _at(batch.tokens, guessed).flatten(), shares, target, DISTANCE)
+        loss, distances = GuessLoss.apply(inputs, self.head(weights), weights[f"{MARKOV}2"], measure)  # type: ignore[no-untyped-call]  # autograd's
         confidence = weights.linear(CONFIDENCE, inputs).squeeze(-1).float() + self.tensors[f"{CONFIDENCE}.bias"]
         doubts = F.binary_cross_entropy_with_logits(confidence, 1 - distances / 2, reduction="none")
         whole: Tensor = loss + (doubts * shares).sum()
         return whole
 
 
-class _GuessLoss(torch.autograd.Function):
-    """Sum of the guesses' losses, and their distances. Gradients are computed with it: no logits are kept.
+def measure_tokens(
+    tokens: Tensor, shares: Tensor, target: Tensor | None, share: float, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses of guesses, and their distances (`GuessLoss`). `share`: the distance's, of each loss.
 
-    Shapes: inputs [R, I], bias [V, r] or None: the last columns of head [V, I], tokens [R], shares [R] f32,
-    target [R, V] or None -> [] f32, [R] f32.
+    Shapes: tokens [R], shares [R] f32, target [R, V] or None, logits [R, V] -> [] f32, [R] f32.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        bias: Tensor | None,
-        head: Tensor,
-        tokens: Tensor,
-        shares: Tensor,
-        target: Tensor | None,
-        share: float,
-    ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(inputs, head)
-        errors, distances = token_losses(logits, tokens, shares, target, share)
-        if any(ctx.needs_input_grad):
-            of_bias = None if bias is None else logits.mT @ inputs[:, -bias.shape[1] :]
-            ctx.save_for_backward(logits @ head, of_bias)
-        ctx.mark_non_differentiable(distances)
-        return (((1 - share) * errors + share * distances) * shares).sum(), distances
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs, of_bias = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
-        return of_inputs, of_bias, None, None, None, None, None
+    errors, distances = token_losses(logits, tokens, shares, target, share)
+    return (((1 - share) * errors + share * distances) * shares).sum(), distances
 
 
 def _head_norm(known: Tensors, part: str) -> Tensor:

@@ -12,15 +12,12 @@ The loss is the cross-entropy with the target's distribution over the draft voca
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import (
-    attend_own_keys,
-    attend_own_keys_back,
-    soft_cross_entropy,
-)
+from overlap_spec_kernels import attend_own_keys, attend_own_keys_back, soft_cross_entropy
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
@@ -30,100 +27,84 @@ from overlap_spec.models.layers.decoder import SelfAttention
 from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import (
-    FC_STD,
+    EVERYTHING,
     Batch,
     Frozen,
+    GuessLoss,
+    Head,
     RotatedHeads,
     Tensors,
     Weights,
-    as_parameters,
     begun_layer,
     chunked_argmax,
     dense,
-    total,
+    layer_parts,
 )
-from overlap_spec.train_draft.state import eagle3_config
 
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each
 LAYER = "midlayer"
-EVERYTHING = slice(None)
 
 
-class Eagle3:
-    """The head (`Head`)."""
-
-    visits = 1  # its loss is of all rows
+class Eagle3(Head):
+    """The head."""
 
     def __init__(
-        self,
-        frozen: Frozen,
-        aux_layers: tuple[int, ...],
-        ids: Tensor,
-        seed: int = 0,
-        begun: Tensors | None = None,
+        self, frozen: Frozen, aux_layers: tuple[int, ...], ids: Tensor, seed: int = 0, begun: Tensors | None = None
     ) -> None:
-        """`ids` [Vd] i64: the target tokens that it guesses among. `begun`: parameters; None: of the target's layer."""
-        self._frozen, self._aux_layers = frozen, aux_layers
-        self._device = frozen.embedding.device
-        self.ids = ids.to(self._device)
+        """`ids` [Vd] i64: the target tokens that it guesses among."""
+        self.ids = ids.to(frozen.embedding.device)
         self._rows = frozen.target.head.rows(self.ids)  # of the target, for its distribution
-        self._is_known = torch.zeros(frozen.target.vocab_size, dtype=torch.bool, device=self._device)
+        self._is_known = torch.zeros(frozen.target.vocab_size, dtype=torch.bool, device=self.ids.device)
         self._is_known[self.ids] = True
-        begun = begun or self._begun(torch.Generator().manual_seed(seed))
-        self.tensors: Tensors = as_parameters(begun, self._device)
+        super().__init__(frozen, aux_layers, seed, begun)
+        ids = ids.cpu()  # `d2t` is the distance from a draft id to its target id
+        self.buffers = {"d2t": ids - torch.arange(len(ids)), "t2d": self._is_known.cpu()}
+        self.kept = {"ids": ids}
 
     def _begun(self, random: torch.Generator) -> Tensors:
         """The target's last layer, which reads its own last aux hidden state; the head's rows of the vocabulary."""
-        llama, hidden = self._frozen.llama, self._frozen.llama.hidden_size
-        last = self._frozen.layer(-1)
-        layer = begun_layer(llama, 2 * hidden, last, random)
+        hidden = self._frozen.llama.hidden_size
+        layer = begun_layer(self._frozen.llama, 2 * hidden, self._frozen.layer(-1), random)
         made = {f"{LAYER}.{name}": tensor for name, tensor in layer.items()}
         made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
         made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
-        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * FC_STD
-        fc[:, -hidden:] += torch.eye(hidden)
-        made["fc.weight"], made["norm.weight"] = fc, self._frozen.final_norm.cpu()
-        made["lm_head.weight"] = dense(self._rows).float().cpu()
+        made["fc.weight"] = self._frozen.fc(len(self._aux_layers), random)
+        made["norm.weight"] = self._frozen.final_norm
+        made["lm_head.weight"] = dense(self._rows)
         return made
 
     def config(self) -> dict[str, Any]:
-        return eagle3_config(self._frozen, self._aux_layers, len(self.ids))
-
-    def buffers(self) -> Tensors:
-        """`d2t` is the distance from a draft id to its target id."""
-        ids = self.ids.cpu()
-        return {"d2t": ids - torch.arange(len(ids)), "t2d": self._is_known.cpu()}
-
-    def kept(self) -> dict[str, Any]:
-        return {"ids": self.ids.cpu()}
-
-    def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        return self.loss_at(batch, self.places(batch, random))
+        """With the layers that are read, as SGLang and vLLM look for it."""
+        layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self._aux_layers)}
+        return self._frozen.config(1) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "mlp_bias": False,
+            "draft_vocab_size": len(self.ids),
+            "target_hidden_size": self._frozen.target.hidden_size,
+            "eagle_config": layers,
+        }
 
     def places(self, batch: Batch, random: torch.Generator) -> Tensor:
         """Rows whose guess can be learnt. Shapes: -> [n] i64, of B * L. Sync: reads their number."""
         wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
         return wanted.flatten().nonzero().squeeze(1)
 
-    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
-        """The loss of the guesses of some rows. Sync: never.
-
-        Shapes: places [n] i64, of B * L; count [] i64: so many of them, the first ones; None: all -> [].
-        """
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor) -> Tensor:
         at = places % batch.tokens.shape[1]
-        if count is not None:
-            at = at.where(torch.arange(len(at), device=at.device) < count, -1)
+        at = at.where(torch.arange(len(at), device=at.device) < count, -1)
         probs = self._target_probs(batch.hidden.flatten(0, 1)[places + 1])
         steps = []
         for step, output, weights in self.unrolled(batch, STEPS):
             rows = weights.norm("norm", output.flatten(0, 1).index_select(0, places))
             counted = (at >= step).float()  # the chain has begun in this sample
             shares = DECAY**step * counted / counted.sum().clamp(min=1)
-            steps.append(_GuessLoss.apply(rows, weights["lm_head"], probs, shares))  # type: ignore[no-untyped-call]  # autograd's
-        return total(steps)
+            measure = partial(measure_distributions, probs, shares)
+            loss, _ = GuessLoss.apply(rows, weights["lm_head"], weights["lm_head"], measure)  # type: ignore[no-untyped-call]  # autograd's
+            steps.append(loss)
+        return torch.stack(steps).sum()
 
     @torch.no_grad()
     def _target_probs(self, hidden: Tensor) -> Tensor:
@@ -145,62 +126,36 @@ class Eagle3:
 
     def unrolled(self, batch: Batch, num_steps: int) -> Iterator[tuple[int, Tensor, Weights]]:
         """Each step, its residual sums [B, L, H], and the weights that computed them."""
-        frozen, llama = self._frozen, self._frozen.llama
-        embedded = frozen.embedding(batch.ahead(1))
-        weights = Weights(self.tensors, embedded.dtype, llama.rms_norm_eps)
+        llama, embedded = self._frozen.llama, self._frozen.embedding(batch.ahead(1))
+        weights, keys, values = self.weights(), list[Tensor](), list[Tensor]()
         of_tokens, of_features = torch.cat([weights[f"{LAYER}.self_attn.{part}_proj"] for part in "qkv"]).chunk(2, 1)
         # Tokens give all steps the same part of the sums.
         tokens = F.linear(weights.norm(f"{LAYER}.input_layernorm", embedded), of_tokens).flatten(0, 1)
-        features, kept = weights.linear("fc", batch.aux), _Kept(frozen.cos_sin[: len(batch.places)], llama)
+        features, cos_sin = weights.linear("fc", batch.aux), self._frozen.cos_sin[: len(batch.places)]
         for step in range(num_steps):
             normed = weights.norm(f"{LAYER}.hidden_norm", features).flatten(0, 1)
             qkv = torch.addmm(tokens, normed, of_features.mT).view(*features.shape[:2], -1)
-            between = features + weights.linear(f"{LAYER}.self_attn.o_proj", kept.attend(qkv).flatten(2))
+            q, k, v = RotatedHeads.apply(qkv, cos_sin, llama.num_heads, llama.num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
+            keys.append(k)
+            values.append(v)
+            between = features + weights.linear(f"{LAYER}.self_attn.o_proj", _attended(q, keys, values).flatten(2))
             output = between + weights.mlp(f"{LAYER}.mlp", weights.norm(f"{LAYER}.post_attention_layernorm", between))
             yield step, output, weights
-            features = _shifted(output, 1, 1)
+            features = torch.cat((torch.zeros_like(output[:, :1]), output[:, :-1]), 1)  # of the row before
 
 
-class _GuessLoss(torch.autograd.Function):
-    """Sum of the rows' cross-entropies with distributions. Both gradients are computed with it: no logits are kept.
-
-    Shapes: rows [R, H], head [Vd, H], probs [R, Vd] f32, shares [R] f32 -> [] f32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, head: Tensor, probs: Tensor, shares: Tensor) -> Tensor:
-        logits = F.linear(rows, head)
-        loss = soft_cross_entropy(logits, probs, shares).sum()
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(logits @ head, logits.mT @ rows)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_rows, of_head = (each * grad.to(each.dtype) for each in ctx.saved_tensors)
-        return of_rows, of_head, None, None
+def measure_distributions(probs: Tensor, shares: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies with distributions (`GuessLoss`). Shapes: probs and logits [R, Vd], shares [R] -> [], [R]."""
+    losses = soft_cross_entropy(logits, probs, shares)
+    return losses.sum(), losses
 
 
-class _Kept:
-    """Keys and values of the steps so far."""
-
-    def __init__(self, cos_sin: Tensor, llama: LlamaConfig) -> None:
-        self._cos_sin, self._num_heads, self._num_kv_heads = cos_sin, llama.num_heads, llama.num_kv_heads
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Shapes: [B, L, (h + 2 g) d] -> [B, L, h, d]."""
-        step = len(self._keys)
-        q, k, v = RotatedHeads.apply(qkv, self._cos_sin, self._num_heads, self._num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
-        self._keys.append(k)
-        self._values.append(v)
-        if q.shape[1] <= step:
-            return torch.zeros_like(q)
-        if not step or (q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16)):
-            return chain_attention_reference(q, self._keys, self._values)
-        found: Tensor = _ChainAttention.apply(q, *self._keys, *self._values)  # type: ignore[no-untyped-call]  # autograd's
-        return found
+def _attended(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Attention of the last step (`chain_attention_reference`)."""
+    if len(keys) == 1 or (q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16)):
+        return chain_attention_reference(q, keys, values)
+    found: Tensor = _ChainAttention.apply(q, *keys, *values)  # type: ignore[no-untyped-call]  # autograd's
+    return found
 
 
 def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -281,14 +236,6 @@ def _causal_backward(
     return tuple(each.transpose(1, 2) for each in found)
 
 
-def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
-    """Row i becomes row i + count; the first rows are 0."""
-    if not count:
-        return x
-    first = torch.zeros_like(x.narrow(dim, 0, min(count, x.shape[dim])))
-    return torch.cat((first, x.narrow(dim, 0, max(x.shape[dim] - count, 0))), dim)
-
-
 def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weights:
     """Raises: ConfigError if this head is not what the trainer knows: one layer, as SpecForge trains it."""
     if not isinstance(weights, Eagle3Weights):
@@ -318,22 +265,11 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
 def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
     """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
     layer, inputs = weights.layers[0], weights.inputs
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
-    shape = attention.shape
-    queries, keys = (heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
-    inner = mlp.down.in_features
     norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
     token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
     return {
         "fc.weight": (weights.fusion.fc, EVERYTHING),
-        f"{LAYER}.self_attn.q_proj.weight": (attention.qkv, slice(0, queries)),
-        f"{LAYER}.self_attn.k_proj.weight": (attention.qkv, slice(queries, queries + keys)),
-        f"{LAYER}.self_attn.v_proj.weight": (attention.qkv, slice(queries + keys, None)),
-        f"{LAYER}.self_attn.o_proj.weight": (attention.output, EVERYTHING),
-        f"{LAYER}.mlp.gate_proj.weight": (mlp.gate_up, slice(0, inner)),
-        f"{LAYER}.mlp.up_proj.weight": (mlp.gate_up, slice(inner, None)),
-        f"{LAYER}.mlp.down_proj.weight": (mlp.down, EVERYTHING),
+        **{f"{LAYER}.{name}": part for name, part in layer_parts(layer).items()},
         f"{LAYER}.input_layernorm.weight": (token, EVERYTHING),
         f"{LAYER}.hidden_norm.weight": (feature, EVERYTHING),
         f"{LAYER}.post_attention_layernorm.weight": (post, EVERYTHING),

@@ -3,10 +3,11 @@
 Legend: B samples, L rows of the longest, n aux layers, H hidden size, V and Vd vocabularies of target and draft.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from overlap_spec.models.layers.norm import HeadNormLinear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaConfig
 
 Tensors = dict[str, Tensor]
+Measure = Callable[[Tensor], tuple[Tensor, Tensor]]
+EVERYTHING = slice(None)
 STD = 0.02  # of weights that are drawn
 FC_STD = 0.005  # of those that read hidden states, which are large
 
@@ -51,35 +54,53 @@ class Batch:
         return self.tokens[:, (self.places + count).clamp(max=self.tokens.shape[1] - 1)]
 
 
-class Head(Protocol):
-    """A draft that is trained. `tensors`: its parameters in float32, by the names of its checkpoint.
+class Head(ABC):
+    """A draft that is trained.
 
-    `visits`: steps on a batch's hidden states, each with other places.
+    tensors: its parameters in float32, by the names of its checkpoint
+    buffers: what the checkpoint holds beside them
+    kept: what a run that goes on must know of it, beside them
+    visits: steps on a batch's hidden states, each with other places
     """
 
-    tensors: Tensors
-    visits: int
+    visits = 1
 
-    def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        """The paper's loss, a mean over what is guessed. Shapes: -> []."""
+    def __init__(self, frozen: "Frozen", aux_layers: tuple[int, ...], seed: int, begun: Tensors | None = None) -> None:
+        """`begun`: parameters; None: of the target's layers, and at random by `seed`."""
+        self._frozen, self._aux_layers = frozen, aux_layers
+        drawn = begun or self._begun(torch.Generator().manual_seed(seed))
+        device = frozen.embedding.device  # steps write in place, so that tensors have memory of their own
+        self.tensors = {name: each.detach().to(device, torch.float32, copy=True) for name, each in drawn.items()}
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+        self.buffers: Tensors = {}
+        self.kept: dict[str, Any] = {}
 
+    @abstractmethod
+    def _begun(self, random: torch.Generator) -> Tensors: ...
+
+    @abstractmethod
     def places(self, batch: Batch, random: torch.Generator) -> Tensor:
         """Rows that the loss is of. Shapes: -> [n] i64, of B * L."""
 
-    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
-        """The loss of some rows, or of the first `count`. Shapes: places [n] i64, count [] i64 -> []. Sync: never."""
+    @abstractmethod
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor) -> Tensor:
+        """The paper's loss, a mean over what some rows guess: the first `count` of them. Sync: never.
 
+        Shapes: places [n] i64, of B * L, count [] i64 -> [].
+        """
+
+    @abstractmethod
     def accepted(self, batch: Batch) -> Tensor:
         """How many guesses are right after each root, greedily. Shapes: [B, L] i64; only the answers' roots count."""
 
+    @abstractmethod
     def config(self) -> dict[str, Any]:
         """The checkpoint's config.json."""
 
-    def buffers(self) -> Tensors:
-        """What the checkpoint holds beside parameters."""
-
-    def kept(self) -> dict[str, Any]:
-        """What a run that goes on must know of it, beside parameters."""
+    def weights(self) -> "Weights":
+        """The parameters in the type that it computes in."""
+        return Weights(self.tensors, self._frozen.embedding.dtype, self._frozen.llama.rms_norm_eps)
 
 
 def accept_length(accepted: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int]) -> float:
@@ -121,13 +142,47 @@ class Frozen:
 
     def layer(self, index: int) -> Tensors:
         """A layer's weights in float32 by Llama's names; those that have another form are left out."""
-        layers = getattr(self.target, "layers", ())
-        return _weights_of(layers[index], self.llama) if layers else {}
+        if not (layers := getattr(self.target, "layers", ())):
+            return {}
+        layer, hidden = layers[index], self.llama.hidden_size
+        found = {name: dense(linear)[rows] for name, (linear, rows) in layer_parts(layer).items()}
+        if "self_attn.q_proj.weight" in found and isinstance(norms := layer.attention.qkv, HeadNormLinear):
+            found |= {"self_attn.q_norm.weight": norms.query, "self_attn.k_norm.weight": norms.key}
+        found["input_layernorm.weight"] = _norm_weight(layer.input_norm, hidden)
+        found["post_attention_layernorm.weight"] = _norm_weight(getattr(layer, "mlp_norm", None), hidden)
+        shapes = layer_shapes(self.llama, hidden)
+        fits = {name: each for name, each in found.items() if each.shape == shapes.get(name, each.shape)}
+        return {name: each.float().clone() for name, each in fits.items()}
 
     @property
     def final_norm(self) -> Tensor:
         """Shapes: [H] f32."""
         return _norm_weight(getattr(self.target, "norm", None), self.llama.hidden_size)
+
+    def fc(self, num_aux: int, random: torch.Generator) -> Tensor:
+        """A linear to begin with that joins aux hidden states: it lets the last one pass. Shapes: [H, n * H]."""
+        hidden = self.llama.hidden_size
+        drawn = torch.randn(hidden, num_aux * hidden, generator=random) * FC_STD
+        drawn[:, -hidden:] += torch.eye(hidden)
+        return drawn
+
+    def config(self, num_layers: int) -> dict[str, Any]:
+        """What `llama` was read from, with every size spelled out."""
+        llama = self.llama
+        return {
+            **self.given,
+            "hidden_size": llama.hidden_size,
+            "intermediate_size": llama.intermediate_size,
+            "num_attention_heads": llama.num_heads,
+            "num_key_value_heads": llama.num_kv_heads,
+            "head_dim": llama.head_dim,
+            "vocab_size": self.target.vocab_size,
+            "num_hidden_layers": num_layers,
+            "rms_norm_eps": llama.rms_norm_eps,
+            "initializer_range": 0.02,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+        }
 
 
 @torch.no_grad()
@@ -143,29 +198,28 @@ def dense(linear: AnyLinear) -> Tensor:
     return rows.T.contiguous()
 
 
-def _weights_of(layer: Any, llama: LlamaConfig) -> Tensors:
-    found: Tensors = {}
+def layer_parts(layer: Any) -> dict[str, tuple[AnyLinear, slice]]:
+    """Where a layer's matrices are, by Llama's names: a linear, and which of its rows. Other forms are left out."""
+    found: dict[str, tuple[AnyLinear, slice]] = {}
     attention, mlp = layer.attention, getattr(layer, "mlp", None)
-    queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
     if isinstance(attention, SelfAttention):
         qkv = attention.qkv.qkv if isinstance(attention.qkv, HeadNormLinear) else attention.qkv
+        shape = attention.shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         if isinstance(qkv, AnyLinear) and qkv.out_features == queries + 2 * keys:
-            parts = dense(qkv).split((queries, keys, keys))
-            found |= {f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", parts, strict=True)}
-            found["self_attn.o_proj.weight"] = dense(attention.output)
-            if isinstance(attention.qkv, HeadNormLinear):
-                norms = attention.qkv.query, attention.qkv.key
-                found |= {f"self_attn.{name}_norm.weight": norm for name, norm in zip("qk", norms, strict=True)}
-    if isinstance(mlp, GatedMLP) and mlp.down.in_features == llama.intermediate_size:
-        found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = dense(mlp.gate_up).chunk(2)
-        found["mlp.down_proj.weight"] = dense(mlp.down)
-    found["input_layernorm.weight"] = _norm_weight(layer.input_norm, llama.hidden_size)
-    found["post_attention_layernorm.weight"] = _norm_weight(getattr(layer, "mlp_norm", None), llama.hidden_size)
-    return {name: tensor.float().clone() for name, tensor in found.items()}
+            rows = {"q": slice(0, queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
+            found |= {f"self_attn.{part}_proj.weight": (qkv, rows[part]) for part in "qkv"}
+            found["self_attn.o_proj.weight"] = attention.output, EVERYTHING
+    if isinstance(mlp, GatedMLP):
+        inner = mlp.down.in_features
+        found["mlp.gate_proj.weight"] = mlp.gate_up, slice(0, inner)
+        found["mlp.up_proj.weight"] = mlp.gate_up, slice(inner, None)
+        found["mlp.down_proj.weight"] = mlp.down, EVERYTHING
+    return found
 
 
 def _norm_weight(norm: Any, size: int) -> Tensor:
-    """Of another norm than Llama's, ones."""
+    """Of another norm than Llama's, ones. Shapes: [H] f32."""
     weight: Tensor = norm.weight if isinstance(norm, RMSNorm) else torch.ones(size)
     return weight.float()
 
@@ -200,11 +254,6 @@ def begun_layer(llama: LlamaConfig, input_size: int, known: Tensors, random: tor
     return made
 
 
-def as_parameters(tensors: Tensors, device: torch.device) -> Tensors:
-    """Leaves that gradients are of, in float32, and in memory of their own: they are written in place."""
-    return {name: each.detach().to(device, torch.float32, copy=True).requires_grad_() for name, each in tensors.items()}
-
-
 class Weights:
     """A head's parameters in the type that it computes in; the part of each name before `prefix` left out."""
 
@@ -230,12 +279,6 @@ class Weights:
         return self.linear(f"{prefix}.down_proj", F.silu(gate) * up)
 
 
-def in_heads(x: Tensor, head_dim: int) -> Tensor:
-    """Shapes: [B, T, h * d] -> [B, h, T, d]."""
-    heads: Tensor = x.unflatten(-1, (-1, head_dim))
-    return heads.transpose(1, 2)
-
-
 class RotatedHeads(torch.autograd.Function):
     """`split_rotated`."""
 
@@ -249,11 +292,32 @@ class RotatedHeads(torch.autograd.Function):
         return split_rotated_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 
 
+class GuessLoss(torch.autograd.Function):
+    """The loss of guesses, and of each what is told beside it. Gradients are computed with it: no logits are kept.
+
+    `measure` turns logits [R, V] into the loss [] and what is told [R], and leaves the loss's gradient in their place.
+
+    Shapes: inputs [R, I], head [V, I], trained [V, r]: the head's last columns, which learn, or None -> [], [R].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, head: Tensor, trained: Tensor | None, measure: Measure
+    ) -> tuple[Tensor, Tensor]:
+        logits = F.linear(inputs, head)
+        loss, told = measure(logits)
+        if any(ctx.needs_input_grad):
+            of_inputs = logits @ head
+            ctx.save_for_backward(of_inputs, None if trained is None else logits.mT @ inputs[:, -trained.shape[1] :])
+        ctx.mark_non_differentiable(told)
+        return loss, told
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs, of_trained = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
+        return of_inputs, None, of_trained, None
+
+
 def chunked_argmax(rows: Tensor, head: Tensor, size: int = 4096) -> Tensor:
     """The largest logit of each row, without all logits at once. Shapes: rows [R, H], head [V, H] -> [R] i64."""
     return torch.cat([(part @ head.T).argmax(-1) for part in rows.split(size)])
-
-
-def total(values: Iterable[Tensor]) -> Tensor:
-    """Their sum."""
-    return torch.stack(list(values)).sum()

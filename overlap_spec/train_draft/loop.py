@@ -297,9 +297,7 @@ class _Training:
         self._loss: Tensor | None = None  # of a step that was not looked at yet
         self._num_broken = 0
         device = engine.target.embedding.device
-        self._captured = None
-        if device.type == "cuda":
-            self._captured = BatchSteps(head, self._steps, engine.ring.part_rows, device)
+        self._taken = BatchSteps(head, self._steps, engine.ring.part_rows, device)
         if kept is not None:
             self._go_on(kept)
 
@@ -345,10 +343,7 @@ class _Training:
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
         self._steps.set_rate(self._rate * min(1.0, (step + 1) / WARM_UP) * fall)
         try:
-            if self._captured is not None:
-                self._loss = self._captured.take(batch, self._random)
-            else:
-                self._loss = self._steps.take(lambda: self._head.loss(batch, self._random))
+            self._loss = self._taken.take(batch, self._random)
         except torch.OutOfMemoryError as error:
             text = f"training has no memory left beside the engine; give it less: {str(error).splitlines()[0]}"
             raise ConfigError("mem_fraction_static", text) from None
@@ -405,4 +400,4 @@ class _Training:
             "steps": report.steps,
             "untrained": report.untrained,
         }
-        state.write_training(self._order.output, kept | head.kept())
+        state.write_training(self._order.output, kept | head.kept)

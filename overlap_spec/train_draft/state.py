@@ -29,10 +29,9 @@ from torch import Tensor
 from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.targets.llama import LlamaConfig
-from overlap_spec.train_draft.head import Frozen, Head, Tensors
+from overlap_spec.train_draft.head import Head, Tensors
 from overlap_spec.train_draft.samples import Sample
 
-NUM_AUX = 3
 COMMON = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "rms_norm_eps", "vocab_size")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -70,53 +69,6 @@ def aux_layers_of(num_layers: int, kind: DraftKind, num_draft_layers: int = 1) -
     return tuple(round(first + step * (last - first) / max(count - 1, 1)) for step in range(count))
 
 
-def eagle3_config(frozen: Frozen, aux_layers: tuple[int, ...], vocab_size: int) -> dict[str, Any]:
-    """With the layers that are read, as SGLang and vLLM look for it."""
-    return _config(frozen, 1) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "mlp_bias": False,
-        "draft_vocab_size": vocab_size,
-        "target_hidden_size": frozen.target.hidden_size,
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(aux_layers)},
-    }
-
-
-def dflash_config(
-    frozen: Frozen, aux_layers: tuple[int, ...], num_layers: int, block_size: int, mask: int
-) -> dict[str, Any]:
-    """With block, mask and the layers that are read."""
-    return _config(frozen, num_layers) | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": block_size,
-        "layer_types": ["full_attention"] * num_layers,
-        "num_target_layers": frozen.target.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(aux_layers)},
-    }
-
-
-def _config(frozen: Frozen, num_layers: int) -> dict[str, Any]:
-    """What `LlamaConfig` was read from, with every size spelled out."""
-    llama = frozen.llama
-    return {
-        **frozen.given,
-        "hidden_size": llama.hidden_size,
-        "intermediate_size": llama.intermediate_size,
-        "num_attention_heads": llama.num_heads,
-        "num_key_value_heads": llama.num_kv_heads,
-        "head_dim": llama.head_dim,
-        "vocab_size": frozen.target.vocab_size,
-        "num_hidden_layers": num_layers,
-        "rms_norm_eps": llama.rms_norm_eps,
-        "initializer_range": 0.02,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
-
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 RESUME, ANSWERS, TRAINING = "resume", "answers.pt", "training.pt"
 MIB = 1 << 20
@@ -152,7 +104,7 @@ def bytes_of(head: Head) -> int:
 
 def write_draft(output: Path, head: Head) -> None:
     """Write the checkpoint. Raises: ConfigError if it cannot be written; the one before is still there."""
-    write_checkpoint(output, head.tensors, head.buffers(), head.config())
+    write_checkpoint(output, head.tensors, head.buffers, head.config())
 
 
 def write_checkpoint(output: Path, tensors: Tensors, buffers: Tensors, config: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from overlap_spec_kernels import only_compiles
+from overlap_spec_kernels import NotLoadedError, only_compiles
 from torch import Tensor
 
 from overlap_spec.train_draft.head import Batch, Head, Tensors
-from overlap_spec.worker.capture import no_collection
+from overlap_spec.worker.capture import CudaRecorder, Replay, no_collection
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 SHARES = 8  # numbers of places that are told apart, as shares of a batch's rows
@@ -35,44 +35,30 @@ class Replays:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._captures = device.type == "cuda"
+        self._recorder = CudaRecorder() if device.type == "cuda" else None
         self._met: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Graph[object]] = {}
-        if self._captures:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._graphs: dict[Hashable, tuple[Replay, Any]] = {}
 
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
         """Do it. What it returns is written anew by the next work of this key, and of no other."""
-        if not self._captures or only_compiles():  # of what is compiled ahead, no kernel is launched
+        if self._recorder is None or only_compiles():  # of what is compiled ahead, no kernel is launched
             return work()
         if key not in self._met:
             self._met.add(key)
             return work()
         if key not in self._graphs:
             try:
-                self._graphs[key] = _Graph(self._pool, self._stream, work)
+                with no_collection():
+                    self._graphs[key] = self._recorder.record("training", work)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, NotLoadedError) as error:
                 log.warning("Training goes on operation by operation: no CUDA graph of it: %s", error)
-                self._captures = False
+                self._recorder = None
                 return work()
-        return self._graphs[key].replay()  # type: ignore[return-value]  # of this key's work
-
-
-class _Graph(Generic[Result]):
-    def __init__(self, pool: Any, stream: torch.cuda.Stream, work: Callable[[], Result]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream), no_collection():
-            self._graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                self._result = work()
-            finally:
-                self._graph.capture_end()
-
-    def replay(self) -> Result:
-        self._graph.replay()
-        return self._result
+        replay, result = self._graphs[key]
+        replay()
+        return result  # type: ignore[no-any-return]  # of this key's work
 
 
 class Steps:
@@ -80,23 +66,17 @@ class Steps:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = list(tensors.values())
-        device = self._tensors[0].device
-        on_gpu = device.type == "cuda"
         # A graph reads the rate where it was when it was captured.
-        self._rate = torch.zeros((), device=device)
+        self._rate = torch.zeros((), device=self._tensors[0].device)
         groups = [
             {"params": [each for each in self._tensors if each.dim() > 1], "weight_decay": DECAY},
             {"params": [each for each in self._tensors if each.dim() == 1], "weight_decay": 0.0},
         ]
-        rate = self._rate if on_gpu else 0.0
-        self._optimiser = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=on_gpu, capturable=on_gpu)
-        self._on_gpu = on_gpu
+        self._optimiser = torch.optim.AdamW(groups, lr=self._rate, betas=BETAS, fused=True, capturable=True)
 
     def set_rate(self, rate: float) -> None:
         """Of the steps from now on."""
         self._rate.fill_(rate)
-        for group in self._optimiser.param_groups:
-            group["lr"] = self._rate if self._on_gpu else rate
 
     def take(self, loss: Callable[[], Tensor]) -> Tensor:
         """Take one step. Returns the loss; NaN if gradients were not finite: then only older ones move parameters."""
@@ -109,14 +89,16 @@ class Steps:
             self._optimiser.zero_grad(set_to_none=True)
             return torch.where(is_finite, found.detach(), math.nan)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Moments and counts."""
         return {"state": self._optimiser.state_dict()["state"]}
 
-    def go_on(self, state: dict[str, object]) -> None:
+    def go_on(self, state: dict[str, Any]) -> None:
         """With what `state` gave, before any step. Rates are set again."""
         groups = self._optimiser.state_dict()["param_groups"]
         self._optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+        for group in self._optimiser.param_groups:
+            group["lr"] = self._rate
 
     @torch.no_grad()
     def forget(self) -> None:

@@ -224,9 +224,9 @@ def test_logits_in_training_are_the_drafts_that_serves(
         aux, hidden = (F.pad(rows, (0, 0, 0, 5)).clone()[None] for rows in (seen.aux, seen.hidden))
         given = torch.tensor([[*tokens[: root + 1], *guesses]])
         batch = Batch(given, aux, hidden, torch.tensor([root + 5]), torch.tensor([len(prompt)]))
-        weights = head._weights()
-        rows = head._block_rows(weights, batch, torch.tensor([[root]]))
-        ours = F.linear(head._inputs(weights, rows, given[:, None, root:-1]), head._head(weights))[0, 0]
+        roots, weights = torch.tensor([[root]]), head.weights()
+        guessed = roots[..., None] + torch.arange(1, 5)
+        ours = F.linear(head.inputs(weights, batch, roots, guessed), head.head(weights))
         theirs = torch.cat(found[4 * step : 4 * step + 4])
         torch.testing.assert_close(ours.detach(), theirs, atol=1e-4, rtol=0)
         root += len(answer.runs[step])

@@ -5,7 +5,7 @@ import torch
 from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.dflash import DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3
-from overlap_spec.train_draft.head import Batch, Frozen
+from overlap_spec.train_draft.head import Batch, Frozen, Head
 from support.tiny.models import load_tiny_target, tiny_target
 
 TARGET = tiny_target(3, layers=4)
@@ -31,6 +31,12 @@ def block_head(kind: type[DFlash], device: str = "cpu") -> DFlash:
         with torch.no_grad():
             bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
     return made
+
+
+def loss_of(head: Head, given: Batch, seed: int = 0) -> torch.Tensor:
+    """Of all that the head would draw from the batch."""
+    places = head.places(given, torch.Generator().manual_seed(seed))
+    return head.loss_at(given, places, torch.tensor(len(places)))
 
 
 def batch(seed: int, count: int, length: int, device: str = "cpu") -> Batch:

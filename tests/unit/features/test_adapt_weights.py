@@ -71,10 +71,10 @@ def test_steps_change_the_copy_alone_until_it_takes_over(dtype: torch.dtype) -> 
     learner = Learner(load_tiny_draft(HEAD, target), target, 64, num_guesses=2)
     given, places = batch(learner, dtype)
     before = {name: tensor.clone() for name, tensor in learner.live.tensors().items()}
-    first = float(learner.copy.loss_at(given, places).detach())
+    first = float(learner.copy.loss_at(given, places, torch.tensor(len(places))).detach())
     for _ in range(3):
         step(learner, given, places)
-    assert float(learner.copy.loss_at(given, places).detach()) < first
+    assert float(learner.copy.loss_at(given, places, torch.tensor(len(places))).detach()) < first
     for name, tensor in learner.live.tensors().items():
         assert torch.equal(tensor, before[name]) and not torch.equal(tensor.float(), learner.copy.tensors[name]), name
     learner.take_over()
@@ -87,7 +87,7 @@ def test_steps_change_the_copy_alone_until_it_takes_over(dtype: torch.dtype) -> 
         assert torch.equal(tensor, before[name]), name
         assert torch.equal(learner.copy.tensors[name].detach(), before[name].float()), name
     assert learner.num_steps == 0
-    for values in learner._steps.state()["state"].values():  # type: ignore[attr-defined]  # state is of objects
+    for values in learner._steps.state()["state"].values():
         assert values and not any(tensor.any() for tensor in values.values())
 
 

@@ -1,5 +1,6 @@
 """Values and gradients of EAGLE-3's own operations: those of loops, and autograd's."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.train_draft import dflash
-from overlap_spec.train_draft.eagle3 import _ChainAttention, _GuessLoss, chain_attention_reference
+from overlap_spec.train_draft.dflash import measure_tokens
+from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference, measure_distributions
+from overlap_spec.train_draft.head import GuessLoss
 
 
 def drawn(step: int, rows: int, dtype: torch.dtype, device: str = "cpu", heads: int = 3, dim: int = 8) -> list[Tensor]:
@@ -84,7 +86,10 @@ def test_a_guesss_loss_and_its_gradients_are_those_of_kept_logits() -> None:
     for fused in (True, False):
         leaves = [each.clone().requires_grad_() for each in (rows, head)]
         if fused:
-            loss = _GuessLoss.apply(*leaves, probs, shares)
+            loss, losses = GuessLoss.apply(
+                leaves[0], leaves[1], leaves[1], partial(measure_distributions, probs, shares)
+            )
+            assert not losses.requires_grad and float(losses.sum()) == pytest.approx(float(loss.detach()))
         else:
             loss = (F.cross_entropy(leaves[0] @ leaves[1].T, probs, reduction="none") * shares).sum()
         (3 * loss).backward()
@@ -105,8 +110,8 @@ def test_a_blocks_losses_and_their_gradients_are_those_of_kept_logits(with_targe
         leaves = [each.clone().requires_grad_() for each in (inputs, bias)]
         head = torch.cat((frozen, leaves[1]), 1)
         if fused:
-            given = head.detach(), tokens, shares, target if with_target else None, share
-            loss, distances = dflash._GuessLoss.apply(*leaves, *given)  # type: ignore[no-untyped-call]  # autograd's
+            measure = partial(measure_tokens, tokens, shares, target if with_target else None, share)
+            loss, distances = GuessLoss.apply(leaves[0], head.detach(), leaves[1], measure)  # type: ignore[no-untyped-call]  # autograd's
         else:
             logits = leaves[0] @ head.T
             distances = (logits.softmax(1) - target.softmax(1)).abs().sum(1) * with_target

@@ -10,6 +10,7 @@ from support.reference.dflash import ReferenceDFlash
 from support.reference.dspark import ReferenceDSpark
 from support.reference.eagle3 import ReferenceHead
 from support.tiny.models import VOCAB, load_tiny_target, tiny_target
+from support.train_batches import loss_of
 from torch import Tensor
 
 from overlap_spec.train_draft.dflash import DFlash, DSpark
@@ -54,7 +55,7 @@ def in_float64(head: Any) -> dict[str, Tensor]:
 def check_loss(head: DFlash, given: Batch, expected: Tensor) -> None:
     """The loss, and the gradient of every parameter; `expected`: the loss of loops."""
     gradients = torch.autograd.grad(expected, list(head.tensors.values()))
-    loss = head.loss(given, torch.Generator().manual_seed(4))
+    loss = loss_of(head, given, 4)
     torch.testing.assert_close(float(loss.detach()), float(expected.detach()), rtol=1e-5, atol=0)
     loss.backward()
     for (name, tensor), gradient in zip(head.tensors.items(), gradients, strict=True):
@@ -68,7 +69,7 @@ class Chains:
     def __init__(self, head: Eagle3, given: Batch) -> None:
         self.ids = head.ids
         config = TARGET.config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX)}}
-        tensors = in_float64(head) | head.buffers()
+        tensors = in_float64(head) | head.buffers
         self.reference = ReferenceHead(tensors, config, EMBED)
         self.features = given.aux @ tensors["fc.weight"].T
         self.given = given
@@ -99,7 +100,7 @@ def test_eagle3s_loss_is_that_of_its_chains(eagle3: Eagle3) -> None:
                     probs = (given.hidden[sample, place - 1] @ HEAD[eagle3.ids].T).softmax(0)
                     errors[step].append(-float((probs * logits.detach().log_softmax(0)).sum()))
     expected = sum(DECAY**step * sum(each) / len(each) for step, each in enumerate(errors))
-    loss = eagle3.loss(given, torch.Generator())
+    loss = loss_of(eagle3, given)
     torch.testing.assert_close(float(loss.detach()), expected, rtol=1e-5, atol=0)
     loss.backward()
     assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in eagle3.tensors.values())
@@ -153,10 +154,18 @@ def block_logits(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
     return _block(head, given, sample, root) @ HEAD.T
 
 
+def drawn_roots(head: DFlash, given: Batch, seed: int) -> Tensor:
+    """Shapes: -> [B, N]."""
+    count, length = given.tokens.shape
+    places = head.places(given, torch.Generator().manual_seed(seed)).view(count, -1)
+    assert torch.equal(places // length, torch.arange(count)[:, None].expand_as(places))
+    return places % length
+
+
 def test_dflashs_loss_is_that_of_its_blocks(dflash: DFlash) -> None:
     given = batch()
-    roots = dflash._drawn_roots(given, torch.Generator().manual_seed(4))
-    drawn = torch.cat([dflash._drawn_roots(given, torch.Generator().manual_seed(seed)) for seed in range(9)], 1)
+    roots = drawn_roots(dflash, given, 4)
+    drawn = torch.cat([drawn_roots(dflash, given, seed) for seed in range(9)], 1)
     for sample, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
         assert set(drawn[sample].tolist()) == set(range(start, length - 1)), "any root, and none without a guess"
     errors, weights = torch.tensor(0.0), 0.0
@@ -198,7 +207,7 @@ def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
     """Of each guess by the answer's token before it: a tenth of cross-entropy, nine of distance, and the confidence."""
     given, errors, weights = batch(), torch.tensor(0.0), 0.0
     tensors, reference = in_float64(dspark), ReferenceDSpark(reference_of(dspark), "vanilla")
-    roots = dspark._drawn_roots(given, torch.Generator().manual_seed(4))
+    roots = drawn_roots(dspark, given, 4)
     for sample, length in enumerate(LENGTHS):
         for root in roots[sample].tolist():
             rows = _block(dspark, given, sample, root)
@@ -242,7 +251,7 @@ def test_dsparks_loss_falls_and_its_bias_learns() -> None:
     given, head = batch(), DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK)
     steps = Steps(head.tensors)
     steps.set_rate(3e-3)
-    losses = [float(steps.take(lambda: head.loss(given, torch.Generator().manual_seed(4)))) for _ in range(40)]
+    losses = [float(steps.take(lambda: loss_of(head, given, 4))) for _ in range(40)]
     assert losses[-1] < 0.6 * losses[0]
     assert all(
         head.tensors[f"{name}.weight"].abs().sum() > 0 for name in ("markov_head.markov_w2", "confidence_head.proj")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels.launch import compiling_only
-from support.train_batches import batch, block_head, head
+from support.train_batches import batch, block_head, head, loss_of
 from torch import Tensor
 
 from overlap_spec.train_draft.dflash import DFlash, DSpark
@@ -31,8 +31,8 @@ def test_batches_that_are_filled_up_teach_what_they_do_alone(kind: Any) -> None:
         for each in steps:
             each.set_rate(1e-3)
         # mypy infers no type of a lambda's default
-        alone = steps[0].take(lambda given=given: heads[0].loss(given, torch.Generator()))  # type: ignore[misc]
-        assert float(filled.take(given, torch.Generator())) == pytest.approx(float(alone), rel=1e-5)
+        alone = steps[0].take(lambda given=given: loss_of(heads[0], given))  # type: ignore[misc]
+        assert float(filled.take(given, torch.Generator().manual_seed(0))) == pytest.approx(float(alone), rel=1e-5)
     for name, tensor in heads[0].tensors.items():
         torch.testing.assert_close(tensor, heads[1].tensors[name], rtol=1e-3, atol=1e-5, msg=name)
     assert [key[:2] for key in keys] == [(3, 20), (3, 20), (4, 16), (3, 20)] and all(key[2] % 8 == 0 for key in keys)
@@ -41,18 +41,13 @@ def test_batches_that_are_filled_up_teach_what_they_do_alone(kind: Any) -> None:
 def test_nothing_is_captured_while_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not launched then, and a graph would leave them out for good."""
     replays, captured = Replays(torch.device("cpu")), list[int]()
-    monkeypatch.setattr(replays, "_captures", True)
-    monkeypatch.setattr(replays, "_pool", None, raising=False)
-    monkeypatch.setattr(replays, "_stream", None, raising=False)
 
     class Noted:
-        def __init__(self, pool: object, stream: object, work: Any) -> None:
+        def record(self, part: str, work: Any) -> tuple[Any, int]:
             captured.append(work())
+            return (lambda: None), -1
 
-        def replay(self) -> int:
-            return -1
-
-    monkeypatch.setattr("overlap_spec.train_draft.steps._Graph", Noted)
+    monkeypatch.setattr(replays, "_recorder", Noted())
     with compiling_only():
         assert [replays.run("key", lambda: 1) for _ in range(3)] == [1, 1, 1] and not captured
     assert [replays.run("key", lambda: 2) for _ in range(3)] == [2, -1, -1] and captured == [2]
@@ -65,7 +60,7 @@ def test_a_step_without_finite_gradients_says_so_and_changes_nothing() -> None:
     given.aux[0, 5] = torch.inf
     steps = Steps(made.tensors)
     steps.set_rate(1e-2)
-    assert math.isnan(float(steps.take(lambda: made.loss(given, torch.Generator()))))
+    assert math.isnan(float(steps.take(lambda: loss_of(made, given))))
     for name, tensor in made.tensors.items():
         torch.testing.assert_close(tensor.detach(), before[name], rtol=1e-3, atol=0, msg=name)
 
@@ -78,7 +73,7 @@ def test_a_run_goes_on_with_the_moments_and_its_own_rate() -> None:
         steps = Steps(made.tensors)
         for _ in range(2):
             steps.set_rate(1e-2)
-            steps.take(lambda: made.loss(given, torch.Generator()))  # noqa: B023  # called at once
+            steps.take(lambda: loss_of(made, given))  # noqa: B023  # called at once
             if parted:
                 kept = steps.state()
                 steps = Steps(made.tensors)
