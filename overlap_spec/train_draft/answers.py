@@ -28,18 +28,7 @@ from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.errors import ConfigError
-from overlap_spec.messages import (
-    Abort,
-    AbortReason,
-    Admit,
-    Refused,
-    SamplingParams,
-    StepPlan,
-    ToFrontend,
-    TokenDeltas,
-    ToWorker,
-)
+from overlap_spec.messages import Abort, AbortReason, Admit, Refused, SamplingParams, StepPlan, TokenDeltas
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.scheduler.build import build_scheduler
@@ -63,63 +52,47 @@ from overlap_spec.worker.worker_actor import worker_ready
 
 NOWHERE = -1
 PARTS = 2  # one is trained on while the other is written
+READ = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)  # a sample, for its hidden states
 
 
-class FeatureRing:
-    """Aux hidden states and the final one of so many rows (`LoadedProposer`, before it is attached)."""
+class FeatureRing(NoProposer):
+    """Aux hidden states and the final one of so many rows: the proposer, and what is attached (`LoadedProposer`).
+
+    Shapes: rows [N + 1, (n + 1) * H], bases [S + 1] i64.
+    """
 
     def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, part_rows: int) -> None:
         """`part_rows`: of each part."""
-        self._aux_layers, self._hidden_size = aux_layers, hidden_size
+        self.profile = DraftProfile(aux_layers=aux_layers)
         self.part_rows = part_rows
+        self._sizes = len(aux_layers) * hidden_size, hidden_size
         self._next = 0
-        self._rows: Tensor
-        self._bases: Tensor
-        self._known: list[int] = []  # what the device has
+        self._known: dict[int, int] = {}  # what the device has, by slot
 
-    @property
-    def profile(self) -> DraftProfile:
-        return DraftProfile(aux_layers=self._aux_layers)
-
-    def attach(self, cache: KVCache, shape: EngineShape) -> "RingWriter":
+    def attach(self, cache: KVCache, shape: EngineShape) -> "FeatureRing":
         """Take the ring's memory."""
-        width = (len(self._aux_layers) + 1) * self._hidden_size
         count = PARTS * self.part_rows + 1
-        self._rows = torch.zeros(count, width, dtype=shape.dtype, device=shape.device)
-        self._known = [NOWHERE] * shape.num_rows
-        self._bases = torch.tensor(self._known, device=shape.device)
-        return RingWriter(self._rows, self._bases)
+        self.rows = torch.zeros(count, sum(self._sizes), dtype=shape.dtype, device=shape.device)
+        self.bases = torch.full((shape.num_rows,), NOWHERE, device=shape.device)
+        return self
 
-    def part(self) -> int:
-        """The first row of the part that is free next."""
+    def next_part(self, count: int, length: int) -> tuple[int, Tensor, Tensor]:
+        """The first row of the part that is free next, and where it has rows of requests, as many of each.
+
+        Shapes: -> aux [B, L, n * H], hidden [B, L, H], views.
+        """
+        assert count * length <= self.part_rows, "a batch fits a part of the ring"
         begin, self._next = self._next * self.part_rows, (self._next + 1) % PARTS
-        return begin
+        aux, hidden = self.rows[begin : begin + count * length].view(count, length, -1).split(self._sizes, 2)
+        return begin, aux, hidden
 
     def place(self, bases: Mapping[int, int]) -> None:
         """Requests take slots, and their rows go there from now on; `NOWHERE`: they are not kept. Sync: never."""
-        changed = [slot for slot, base in bases.items() if self._known[slot] != base]
-        if not changed:
-            return
-        for slot in changed:
-            self._known[slot] = bases[slot]
-        device = self._bases.device
-        values = torch.tensor([self._known[slot] for slot in changed], device=device)
-        self._bases[torch.tensor(changed, device=device)] = values
-
-    def read(self, begin: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Rows of `count` requests with `length` rows each. Shapes: -> aux [B, L, n * H], hidden [B, L, H]."""
-        assert count * length <= self.part_rows, "a batch fits a part of the ring"
-        rows = self._rows[begin : begin + count * length].view(count, length, -1)
-        aux = len(self._aux_layers) * self._hidden_size
-        return rows[..., :aux], rows[..., aux:]
-
-
-@dataclass(frozen=True)
-class RingWriter(NoProposer):
-    """The proposer. `rows` [N + 1, (n + 1) * H], `bases` [S + 1] i64."""
-
-    rows: Tensor
-    bases: Tensor
+        changed = {slot: base for slot, base in bases.items() if self._known.get(slot, NOWHERE) != base}
+        if changed:
+            self._known |= changed
+            slots, places = (torch.tensor([*each], device=self.bases.device) for each in (changed, changed.values()))
+            self.bases[slots] = places
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Any:
         """Write the rows of prompts. Sync: never."""
@@ -143,32 +116,17 @@ class Asked:
     sampling: SamplingParams
 
 
-class _Kept:
-    """An outlet that keeps what is sent."""
+@dataclass(frozen=True)
+class _Link:
+    """One of the scheduler's: what is sent is taken at once, and its loop, which would read one, does not run."""
 
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def send(self, message: ToWorker | ToFrontend) -> None:
-        self.messages.append(message)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def taken(self) -> list[Any]:
-        """What has come since the last call."""
-        messages, self.messages = self.messages, []
-        return messages
-
-
-class _NoInbox:
-    """The scheduler is handed its messages."""
+    send: Callable[[Any], None]
 
     def drain(self) -> list[Any]:
         return []
 
     async def recv(self) -> Any:
-        raise AssertionError("this scheduler's loop does not run by itself")
+        raise AssertionError("this scheduler is handed its messages")
 
     def close(self) -> None:
         """Nothing is open."""
@@ -183,25 +141,23 @@ class LocalEngine:
         """Load, warm up, capture. Raises: ConfigError, CheckpointError."""
         place = prepare_place(settings)
         models = load_models(settings, place, lambda done, total: say("loading weights", done, total))
-        self.target = models.target
-        self.ring = ring_for(models.target)
+        self.target, self.ring = models.target, ring_for(models.target)
         models = replace(models, proposer=self.ring)
         geometry = settle_geometry(settings, models, place)
-        self.max_len = geometry.max_len
+        self.max_len, self._most_open = geometry.max_len, 2 * geometry.num_slots
         self._executor = build_executor(models, geometry, place, attention=settings.attention)
         say("warming up", 0, 0)
         _prepare(settings, self._executor, geometry)
         self._captured = self._executor.runner
-        self._plans, self._replies = _Kept(), _Kept()
-        self._scheduler = build_scheduler(
-            worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0)),
-            settings.scheduler,
-            replaced(settings.cache, prefix_cache=False),
-            Links(_NoInbox(), self._plans, self._replies),
-        )
-        self._most_open = 2 * geometry.num_slots
+        ready = worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0))
+        links = Links(_Link(self._launch), _Link(self._launch), _Link(self._take))
+        cache = replaced(settings.cache, prefix_cache=False)
+        self._scheduler = build_scheduler(ready, settings.scheduler, cache, links)
         self._flight: deque[StepHandle] = deque()
         self._num_asked = 0
+        self._bases: dict[int, int] = {}  # of requests whose rows are kept, by uid
+        self._open: dict[int, list[int]] = {}  # answers, by uid
+        self._ended: list[int] = []
 
     def close(self) -> None:
         """Nothing is asked any more."""
@@ -214,72 +170,59 @@ class LocalEngine:
 
         `until` [s, time.monotonic()]: then those that are open end where they are, and no other begins.
         """
-        first, waiting, answers = self._num_asked, iter(asked), dict[int, list[int]]()
         self._executor.use(self._captured)
+        yield from self._answers(asked, stop_ids, until)
+
+    def states(self, samples: Sequence[Tokens], length: int) -> tuple[Tensor, Tensor]:
+        """Hidden states of samples, `length` rows of each; the call after the next one writes there again.
+
+        Step by step: what is captured for windows of one leaves the proposer out.
+        Shapes: -> aux [B, L, n * H], hidden [B, L, H].
+        """
+        begin, aux, hidden = self.ring.next_part(len(samples), length)
+        self._bases = {self._num_asked + place: begin + place * length for place in range(len(samples))}
+        self._executor.use(self._executor.eager)
+        for _ in self._answers((Asked(tokens, READ) for tokens in samples), (), math.inf):
+            pass
+        return aux, hidden
+
+    def _answers(
+        self, asked: Iterable[Asked], stop_ids: tuple[int, ...], until: float
+    ) -> Iterator[tuple[int, list[int]]]:
+        first, waiting = self._num_asked, iter(asked)
         while True:
             if time.monotonic() > until:
                 waiting = iter(())
-                self._scheduler.take([Abort(uid, AbortReason.SHUTDOWN) for uid in answers])
-            for each in islice(waiting, self._most_open - len(answers)):
-                answers[self._num_asked] = []
-                self._scheduler.take([self._admit(self._num_asked, each.prompt, each.sampling, stop_ids)])
-                self._num_asked += 1
-            if not answers:
-                break
-            for uid in self._turn(answers, {}):
-                yield uid - first, answers.pop(uid)
-        self._settle()
+                self._scheduler.take([Abort(uid, AbortReason.SHUTDOWN) for uid in self._open])
+            for each in islice(waiting, self._most_open - len(self._open)):
+                uid, prompt = self._num_asked, array("i", each.prompt).tobytes()
+                self._open[uid], self._num_asked = [], uid + 1
+                self._scheduler.take([Admit(uid, prompt, each.sampling, stop_ids, time.monotonic())])
+            if not self._open and not self._flight:
+                return
+            self._scheduler.plan_ahead()
+            if self._flight:
+                self._scheduler.take([self._flight.popleft().wait()])
+            self._scheduler.send_replies()
+            ended, self._ended = self._ended, []
+            for uid in ended:
+                yield uid - first, self._open.pop(uid)
 
-    def states(self, samples: Sequence[Tokens], begin: int, length: int) -> None:
-        """Write the hidden states of samples into the ring: sample b's begin at row `begin + b * length`.
+    def _launch(self, plan: StepPlan) -> None:
+        """What is planned is launched at once: the scheduler plans the step after the one that it waits for."""
+        self.ring.place({slot: self._bases.get(reset.uid, NOWHERE) for slot, reset in plan.resets.items()})
+        self._executor.launch(plan, self._flight.append)
 
-        Step by step: what is captured for windows of one leaves the proposer out.
-        """
-        self._executor.use(self._executor.eager)
-        first, once = self._num_asked, SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-        self._num_asked += len(samples)
-        bases = {first + place: begin + place * length for place in range(len(samples))}
-        answers: dict[int, list[int]] = {uid: [] for uid in bases}
-        self._scheduler.take([self._admit(uid, samples[uid - first], once, ()) for uid in bases])
-        while answers:
-            for uid in self._turn(answers, bases):
-                del answers[uid]
-        self._settle()
-
-    def _admit(self, uid: int, prompt: Tokens, sampling: SamplingParams, stop_ids: tuple[int, ...]) -> Admit:
-        return Admit(uid, array("i", prompt).tobytes(), sampling, stop_ids, time.monotonic())
-
-    def _turn(self, answers: Mapping[int, list[int]], bases: Mapping[int, int]) -> list[int]:
-        """Launch what is planned, settle the oldest step, and add what it gave. Returns the requests that ended."""
-        self._scheduler.plan_ahead()
-        self._launch(bases)
-        if self._flight:
-            self._scheduler.take([self._flight.popleft().wait()])
-            self._launch(bases)
-        self._scheduler.send_replies()
-        ended: list[int] = []
-        for message in self._replies.taken():
-            if isinstance(message, Refused):
-                answers[message.uid].clear()
-                ended.append(message.uid)
-            elif isinstance(message, TokenDeltas):
-                for uid, tokens, finish in zip(message.uids, message.tokens, message.finishes, strict=True):
-                    answers[uid].extend(tokens)
-                    if finish is not None:
-                        ended.append(uid)
-        return ended
-
-    def _launch(self, bases: Mapping[int, int]) -> None:
-        for plan in self._plans.taken():
-            assert isinstance(plan, StepPlan), "a scheduler without features sends plans alone"
-            self.ring.place({slot: bases.get(reset.uid, NOWHERE) for slot, reset in plan.resets.items()})
-            self._executor.launch(plan, self._flight.append)
-
-    def _settle(self) -> None:
-        """Let the steps end that are in flight; nothing waits."""
-        while self._flight:
-            self._scheduler.settle(self._flight.popleft().wait())
-        self._replies.taken()
+    def _take(self, message: object) -> None:
+        """Of what the frontend is told: tokens, and which requests have ended."""
+        if isinstance(message, Refused):
+            self._open[message.uid].clear()
+            self._ended.append(message.uid)
+        elif isinstance(message, TokenDeltas):
+            for uid, tokens, finish in zip(message.uids, message.tokens, message.finishes, strict=True):
+                self._open[uid].extend(tokens)
+                if finish is not None:
+                    self._ended.append(uid)
 
 
 def _prepare(settings: Settings, executor: Executor, geometry: Geometry) -> None:
@@ -293,9 +236,3 @@ def _prepare(settings: Settings, executor: Executor, geometry: Geometry) -> None
         if sizes:
             run_uncaptured(executor, geometry)
     torch.cuda.synchronize()
-
-
-def refuse_ranks(ranks: int) -> None:
-    """Raises: ConfigError."""
-    if ranks > 1:
-        raise ConfigError("tp_size", f"train-draft runs on one device, got {ranks}; use 1")

@@ -31,7 +31,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say, refuse_ranks
+from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
@@ -133,7 +133,8 @@ class Run:
     def __init__(self, order: Order, settings: Settings, codec: Codec, prompts: PromptFile, shown: Shown) -> None:
         """Load the engine. Raises: ConfigError, CheckpointError."""
         self._order, self._shown, self._prompts, self._codec = order, shown, prompts, codec
-        refuse_ranks(settings.ranks)
+        if settings.ranks > 1:
+            raise ConfigError("tp_size", f"train-draft runs on one device, got {settings.ranks}; use 1")
         self._files = settings.model.files
         self._llama = layer_numbers(self._files.config, self._files.weights)
         self._num_layers = min(NUM_LAYERS, int(self._files.config.get("num_hidden_layers") or 1))
@@ -365,10 +366,8 @@ class _Training:
 
     def _read(self, samples: Sequence[Sample]) -> Batch:
         """Let the engine write hidden states, and put a batch together."""
-        length, ring = padded_length(samples), self._engine.ring
-        begin = ring.part()
-        self._engine.states([sample.tokens.tolist() for sample in samples], begin, length)
-        aux, hidden = ring.read(begin, len(samples), length)
+        length = padded_length(samples)
+        aux, hidden = self._engine.states([sample.tokens.tolist() for sample in samples], length)
         tokens = torch.zeros(len(samples), length, dtype=torch.int64)
         for row, sample in enumerate(samples):
             tokens[row, : len(sample.tokens)] = sample.tokens

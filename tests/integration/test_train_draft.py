@@ -95,12 +95,9 @@ def test_the_ring_has_the_targets_hidden_states(engine: LocalEngine) -> None:
     numbers = random.Random(1)
     batches = [[[numbers.randrange(3, 128) for _ in range(length)] for length in (5, 40, 16, 17, 2, 33, 1)]]
     batches.append([list(reversed(tokens)) for tokens in batches[0]])
-    begins = [engine.ring.part() for _ in batches]
-    for begin, samples in zip(begins, batches, strict=True):
-        engine.states(samples, begin, LENGTH)
+    found = [engine.states(samples, LENGTH) for samples in batches]
     assert list(engine.answers([Asked([7, 8], GREEDY)], ())), "answers in between write nothing there"
-    for begin, samples in zip(begins, batches, strict=True):
-        aux, hidden = engine.ring.read(begin, len(samples), LENGTH)
+    for samples, (aux, hidden) in zip(batches, found, strict=True):
         for row, tokens in enumerate(samples):
             expected = whole_forward(tokens)
             torch.testing.assert_close(aux[row, : len(tokens)], expected.aux)
