@@ -102,15 +102,12 @@ def bytes_of(head: Head) -> int:
     return sum((2 + 3 * 4) * tensor.numel() for tensor in head.tensors.values())
 
 
-def write_draft(output: Path, head: Head) -> None:
-    """Write the checkpoint. Raises: ConfigError if it cannot be written; the one before is still there."""
-    write_checkpoint(output, head.tensors, head.buffers, head.config())
-
-
-def write_checkpoint(output: Path, tensors: Tensors, buffers: Tensors, config: dict[str, Any]) -> None:
-    """The same, of these parameters, which are rounded to 16 bits. Raises: ConfigError."""
-    narrow = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
-    stored = {name: tensor.contiguous() for name, tensor in (narrow | buffers).items()}
+def write_draft(output: Path, tensors: Tensors, config: dict[str, Any]) -> None:
+    """Write the checkpoint, numbers rounded to 16 bits. Raises: ConfigError; the one before is still there."""
+    stored: Tensors = {}
+    for name, each in tensors.items():
+        dtype = torch.bfloat16 if each.is_floating_point() else each.dtype
+        stored[name] = each.detach().to("cpu", dtype).contiguous()
     _write(output / WEIGHTS, save(stored, {"format": "pt"}))
     _write(output / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
 
@@ -126,10 +123,10 @@ def write_answers(output: Path, facts: dict[str, Any], samples: Sequence[Sample]
     _write(output / RESUME / ANSWERS, _packed(state))
 
 
-def read_answers(output: Path) -> tuple[dict[str, Any], list[Sample], list[Sample]]:
-    """Facts, samples, those held out. Raises: ConfigError naming the file."""
+def read_answers(output: Path) -> tuple[dict[str, Any], tuple[list[Sample], list[Sample]]]:
+    """Facts; samples, and those held out. Raises: ConfigError naming the file."""
     state = _unpacked(output / RESUME / ANSWERS)
-    return state, _samples(state.pop("samples")), _samples(state.pop("held_out"))
+    return state, (_samples(state.pop("samples")), _samples(state.pop("held_out")))
 
 
 def read_training(output: Path) -> dict[str, Any] | None:

@@ -95,8 +95,7 @@ class Steps:
 
     def go_on(self, state: dict[str, Any]) -> None:
         """With what `state` gave, before any step. Rates are set again."""
-        groups = self._optimiser.state_dict()["param_groups"]
-        self._optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+        self._optimiser.load_state_dict(self._optimiser.state_dict() | state)
         for group in self._optimiser.param_groups:
             group["lr"] = self._rate
 
@@ -108,18 +107,18 @@ class Steps:
                 tensor.zero_()
 
 
-class BatchSteps:
+class BatchSteps(Steps):
     """Steps on batches of at most `num_rows` rows. They are copied to where graphs read them, and filled up.
 
     So there is one shape for each length of a batch's samples and each of `SHARES` numbers of places.
     """
 
-    def __init__(self, head: Head, steps: Steps, num_rows: int, device: torch.device) -> None:
-        self._head, self._steps, self._num_rows = head, steps, num_rows
-        self._share = -(-num_rows // SHARES)
-        self._replays, self._kept = Replays(device), dict[str, Tensor]()
+    def __init__(self, head: Head, num_rows: int) -> None:
+        super().__init__(head.tensors)
+        self._head, self._num_rows, self._share = head, num_rows, -(-num_rows // SHARES)
+        self._replays, self._kept = Replays(self._rate.device), dict[str, Tensor]()
 
-    def take(self, batch: Batch, random: torch.Generator) -> Tensor:
+    def learn(self, batch: Batch, random: torch.Generator) -> Tensor:
         """Take one step. Returns its loss, which the next step writes anew. Sync: a head may read what is known."""
         count, length = batch.tokens.shape
         samples = max(self._num_rows // length, count)
@@ -132,15 +131,14 @@ class BatchSteps:
         at[len(places) :] = at[0] if len(places) else 0
         number = self._copied("number", torch.tensor([len(places)]), 1)[0]
         key = samples, length, num_places
-        return self._replays.run(key, lambda: self._steps.take(lambda: self._head.loss_at(Batch(*kept), at, number)))
+        return self._replays.run(key, lambda: self.take(lambda: self._head.loss_at(Batch(*kept), at, number)))
 
     def _copied(self, name: str, values: Tensor, count: int) -> Tensor:
         """Where tensors of this name are, with `count` for the first dimension."""
         shape = (count, *values.shape[1:])
         if name not in self._kept:
-            columns = values.shape[2] if values.dim() == 3 else 1
-            room, device = self._share * SHARES * columns, self._kept.get("tokens", values).device
-            self._kept[name] = torch.zeros(room, dtype=values.dtype, device=device)
+            room = self._share * SHARES * math.prod(values.shape[2:])
+            self._kept[name] = torch.zeros(room, dtype=values.dtype, device=self._rate.device)
         kept: Tensor = self._kept[name][: math.prod(shape)].view(shape)
         kept[: len(values)].copy_(values)
         return kept

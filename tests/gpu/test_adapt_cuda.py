@@ -20,7 +20,7 @@ from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3, _ChainAttention, chain_attention_reference
 from overlap_spec.train_draft.head import Head
-from overlap_spec.train_draft.steps import BatchSteps, Steps
+from overlap_spec.train_draft.steps import BatchSteps
 
 
 @sync_mode_warns
@@ -49,14 +49,13 @@ def test_a_graph_of_a_step_teaches_what_the_step_does(kind: Any, caplog: pytest.
     found, losses = list[dict[str, torch.Tensor]](), list[list[float]]()
     for captures in (True, False):
         made, random = made_head(), torch.Generator()
-        steps = Steps(made.tensors)
-        taken = BatchSteps(made, steps, 64, torch.device("cuda"))
+        taken = BatchSteps(made, 64)
         if not captures:
             taken._replays._recorder = None
         losses.append([])
         for seed, (count, length) in enumerate([(3, 20), (4, 16), (3, 20), (2, 20), (4, 16), (3, 20), (3, 16)] * 2):
-            steps.set_rate(1e-3 * (1 + seed % 3))
-            losses[-1].append(float(taken.take(batch(seed % 5, count, length, "cuda"), random)))
+            taken.set_rate(1e-3 * (1 + seed % 3))
+            losses[-1].append(float(taken.learn(batch(seed % 5, count, length, "cuda"), random)))
         assert bool(taken._replays._graphs) == captures
         found.append({name: tensor.detach() for name, tensor in made.tensors.items()})
     assert "operation by operation" not in caplog.text

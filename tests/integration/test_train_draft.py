@@ -184,7 +184,7 @@ def test_bad_input_is_named_and_loses_nothing(target: Path, tmp_path: Path, caps
     assert "--time-limit: 0.01 s are too short for one round" in capsys.readouterr().err
     assert train(target, tmp_path, "--resume", "--max-new-tokens", "4", "--time-limit", "9m", count=40) == 2
     assert "prompts.jsonl: no answer to learn from" in capsys.readouterr().err
-    facts, samples, held_out = state.read_answers(tmp_path / "draft")
+    facts, (samples, held_out) = state.read_answers(tmp_path / "draft")
     assert facts["num_asked"] == 40 and samples == held_out == []
 
 
@@ -207,7 +207,7 @@ def test_logits_in_training_are_the_drafts_that_serves(
         drawn = torch.randn(tensor.shape, generator=random_)
         drawn = 1 + 0.3 * drawn if tensor.dim() == 1 else drawn * tensor.shape[1] ** -0.5
         tensor.data.copy_(drawn.bfloat16())  # as it is written
-    state.write_draft(tmp_path, head)
+    state.write_draft(tmp_path, head.tensors, head.config())
     found, compute = list[Tensor](), BiasedLogits.compute
     monkeypatch.setattr(BiasedLogits, "compute", lambda logits: found.append(compute(logits)) or found[-1])
     prompt = [7, 30, 55, 9]
@@ -254,7 +254,7 @@ def test_a_draft_that_was_trained_guesses_for_prompts_it_has_not_seen(
     *_, last, _ = capsys.readouterr().err.splitlines()
     measured, untrained = (float(word.strip("()")) for word in (last.split()[9], last.split()[11]))
     assert measured > least > most_untrained > untrained
-    _, _, held_out = state.read_answers(tmp_path / "draft")
+    _, (_, held_out) = state.read_answers(tmp_path / "draft")
     served: dict[bool, list[SoloAnswer]] = {}
     for speculates in (False, True):
         with closing(engine_with(target, method, tmp_path / "draft", *(numbers if speculates else ()))) as engine:

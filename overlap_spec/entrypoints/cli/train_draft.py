@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -28,7 +28,7 @@ from overlap_spec.runtime import machine
 from overlap_spec.runtime.supervisor import Progress
 
 if TYPE_CHECKING:
-    from overlap_spec.train_draft.loop import Run
+    from overlap_spec.train_draft.loop import Report, Run
 
 FLAGS = (  # the engine's that go with training
     *("model_path", "revision", "tokenizer_path", "load_format", "quantization", "dtype", "device", "chat_template"),
@@ -173,17 +173,6 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-class _HasFigures(Protocol):
-    steps: int
-    loss: float
-    accept_length: float
-    untrained: float
-    steps_per_s: float
-    rows_per_s: float
-    samples: int
-    answer_tokens: int
-
-
 class Lines:
     """Tells how far a run is: what it loads by `loading`, then a line every few seconds."""
 
@@ -195,7 +184,7 @@ class Lines:
         if self._is_time() or done == total:
             _say(f"answers: {done} of {total}, {num_tokens:,} tokens")
 
-    def trained(self, report: _HasFigures, left_s: float) -> None:
+    def trained(self, report: "Report", left_s: float) -> None:
         if self._is_time() or left_s <= 0:
             _say(line_of(report, left_s))
 
@@ -207,7 +196,7 @@ class Lines:
         return True
 
 
-def line_of(report: _HasFigures, left_s: float) -> str:
+def line_of(report: "Report", left_s: float) -> str:
     """Steps, loss, what held-out prompts say, and how long it goes on."""
     minutes, seconds = divmod(max(int(left_s), 0), 60)
     return (

@@ -265,7 +265,7 @@ class Saver:
                 tensors = {name: tensor.cpu().clone() for name, tensor in learner.live.tensors().items()}
             finally:
                 self._copied.set()
-            state.write_checkpoint(self._output, tensors, learner.copy.buffers, self._config)
+            state.write_draft(self._output, tensors | learner.copy.buffers, self._config)
             log.info("--adapt-save: %s has the head that serves now; it can remember what it has read", self._output)
         except ConfigError as error:
             log.warning("--adapt-save: %s", error)

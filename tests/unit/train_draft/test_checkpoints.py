@@ -23,7 +23,7 @@ from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
 from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3
-from overlap_spec.train_draft.head import Frozen, dense
+from overlap_spec.train_draft.head import Frozen, Head, dense
 from overlap_spec.train_draft.samples import Sample
 from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
 
@@ -44,6 +44,10 @@ def eagle3() -> Eagle3:
 
 def dflash() -> DFlash:
     return DFlash(frozen_of(), aux_layers_of(8, DraftKind.DFLASH, 3), 3, 8, 5)
+
+
+def write(directory: Path, head: Head) -> None:
+    state.write_draft(directory, head.tensors | head.buffers, head.config())
 
 
 def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -83,7 +87,7 @@ def shipped() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 def test_an_eagle3_head_has_specforges_layout(tmp_path: Path) -> None:
     head = eagle3()
-    state.write_draft(tmp_path, head)
+    write(tmp_path, head)
     config, tensors = stored(tmp_path)
     layout = LAYOUTS["EAGLE3"]
     expected = shapes_of(layout, sizes_of(config, 3), 0)
@@ -102,7 +106,7 @@ def test_an_eagle3_head_has_specforges_layout(tmp_path: Path) -> None:
 
 
 def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
-    state.write_draft(tmp_path, dflash())
+    write(tmp_path, dflash())
     config, tensors = stored(tmp_path)
     layout = LAYOUTS["DFLASH"]
     expected = shapes_of(layout, sizes_of(config, len(config["dflash_config"]["target_layer_ids"])), 3)
@@ -117,7 +121,7 @@ def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
 
 
 def test_a_dspark_draft_has_specforges_layout(tmp_path: Path) -> None:
-    state.write_draft(tmp_path, DSpark(frozen_of(), aux_layers_of(8, DraftKind.DSPARK, 3), 3, 7, 5))
+    write(tmp_path, DSpark(frozen_of(), aux_layers_of(8, DraftKind.DSPARK, 3), 3, 7, 5))
     config, tensors = stored(tmp_path)
     layout, own = LAYOUTS["DSPARK"], config["dflash_config"]
     named = {name: shape for name, shape in layout["tensors"].items() if name not in layout["not_in_specforge"]}
@@ -203,7 +207,7 @@ def samples(count: int) -> list[Sample]:
 def test_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
     state.check_output(tmp_path, resume=False)
     state.write_answers(tmp_path, {"num_asked": 5, "method": "EAGLE3"}, samples(4), samples(1))
-    facts, found, held_out = state.read_answers(tmp_path)
+    facts, (found, held_out) = state.read_answers(tmp_path)
     assert facts == {"num_asked": 5, "method": "EAGLE3"} and len(held_out) == 1
     assert [(each.tokens.tolist(), each.start) for each in found] == [([*range(10 + n)], 3 + n) for n in range(4)]
     assert state.read_training(tmp_path) is None
@@ -215,7 +219,7 @@ def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume: .*has no resume/answers.pt"):
         state.check_output(tmp_path / "new", resume=True)
     state.check_output(tmp_path, resume=False)
-    state.write_draft(tmp_path, eagle3())
+    write(tmp_path, eagle3())
     with pytest.raises(ConfigError, match="--output: .*has a draft already; give --resume"):
         state.check_output(tmp_path, resume=False)
     with pytest.raises(ConfigError, match="--output: .*is a file"):
@@ -227,7 +231,7 @@ def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_and_takes_nothing(tmp_path: Path) -> None:
     head = eagle3()
-    state.write_draft(tmp_path, head)
+    write(tmp_path, head)
     before = (tmp_path / "model.safetensors").read_bytes()
     with torch.no_grad():
         head.tensors["fc.weight"].zero_()
@@ -237,7 +241,7 @@ def test_a_full_disk_is_named_and_takes_nothing(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=f"--output: .*model.safetensors: {os.strerror(errno.EFBIG)}.*still there"
         ):
-            state.write_draft(tmp_path, head)
+            write(tmp_path, head)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "model.safetensors").read_bytes() == before

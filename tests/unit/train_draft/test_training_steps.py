@@ -21,18 +21,17 @@ BATCHES = [(1, 3, 20), (2, 2, 20), (3, 4, 16), (4, 1, 20)]  # of 64 rows at most
 def test_batches_that_are_filled_up_teach_what_they_do_alone(kind: Any) -> None:
     """Of one shape they are in one place, whatever the last one left there."""
     heads: list[Head] = [head() if kind is Eagle3 else block_head(kind) for _ in range(2)]
-    steps = [Steps(each.tensors) for each in heads]
-    filled = BatchSteps(heads[1], steps[1], 64, torch.device("cpu"))
+    alone, filled = Steps(heads[0].tensors), BatchSteps(heads[1], 64)
     keys, run = list[Any](), filled._replays.run
     # runs as before, and keeps its keys
     filled._replays.run = lambda key, work: (keys.append(key), run(key, work))[1]  # type: ignore[method-assign]
     for numbers in BATCHES:
         given = batch(*numbers)
-        for each in steps:
+        for each in (alone, filled):
             each.set_rate(1e-3)
         # mypy infers no type of a lambda's default
-        alone = steps[0].take(lambda given=given: loss_of(heads[0], given))  # type: ignore[misc]
-        assert float(filled.take(given, torch.Generator().manual_seed(0))) == pytest.approx(float(alone), rel=1e-5)
+        loss = alone.take(lambda given=given: loss_of(heads[0], given))  # type: ignore[misc]
+        assert float(filled.learn(given, torch.Generator().manual_seed(0))) == pytest.approx(float(loss), rel=1e-5)
     for name, tensor in heads[0].tensors.items():
         torch.testing.assert_close(tensor, heads[1].tensors[name], rtol=1e-3, atol=1e-5, msg=name)
     assert [key[:2] for key in keys] == [(3, 20), (3, 20), (4, 16), (3, 20)] and all(key[2] % 8 == 0 for key in keys)
