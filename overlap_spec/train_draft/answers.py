@@ -36,17 +36,9 @@ from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.drafts import EngineShape, NoProposer
 from overlap_spec.speculative.interfaces import Prompts
 from overlap_spec.worker.build import build_executor, load_models, prepare_place
-from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.startup.geometry import Geometry, settle_geometry
+from overlap_spec.worker.startup.geometry import settle_geometry
 from overlap_spec.worker.startup.step_times import ChunkSize
-from overlap_spec.worker.startup.warmup import (
-    FEW_TOKENS,
-    capture_graphs,
-    cuda_prompt_lengths,
-    precompiling,
-    run_uncaptured,
-    warm_up,
-)
+from overlap_spec.worker.startup.warmup import prepare
 from overlap_spec.worker.step import StepHandle
 from overlap_spec.worker.worker_actor import worker_ready
 
@@ -146,8 +138,7 @@ class LocalEngine:
         geometry = settle_geometry(settings, models, place)
         self.max_len, self._most_open = geometry.max_len, 2 * geometry.num_slots
         self._executor = build_executor(models, geometry, place, attention=settings.attention)
-        say("warming up", 0, 0)
-        _prepare(settings, self._executor, geometry)
+        prepare(settings, self._executor, geometry, say)
         self._captured = self._executor.runner
         ready = worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0))
         links = Links(_Link(self._launch), _Link(self._launch), _Link(self._take))
@@ -223,16 +214,3 @@ class LocalEngine:
                 self._open[uid].extend(tokens)
                 if finish is not None:
                     self._ended.append(uid)
-
-
-def _prepare(settings: Settings, executor: Executor, geometry: Geometry) -> None:
-    sizes = settings.graph_batch_sizes
-    if settings.model.device == "cpu":
-        warm_up(executor, geometry, (), FEW_TOKENS)
-        return
-    with precompiling(settings, executor, geometry):
-        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not sizes)
-        capture_graphs(executor, geometry, sizes)
-        if sizes:
-            run_uncaptured(executor, geometry)
-    torch.cuda.synchronize()

@@ -38,7 +38,7 @@ from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import PlanInbox, Worker
-from overlap_spec.worker.ranks import Agreement, Ranks, Silent, follow, leading, taking_part
+from overlap_spec.worker.ranks import Ranks, Silent, follow, leading, taking_part
 from overlap_spec.worker.startup.geometry import (
     MAX_DEPTH,
     Geometry,
@@ -48,19 +48,14 @@ from overlap_spec.worker.startup.geometry import (
     memory_facts,
     weight_formats,
 )
-from overlap_spec.worker.startup.memory_budget import free_bytes
 from overlap_spec.worker.startup.start_costs import NO_COSTS, roofline, start_costs
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import (
-    FEW_TOKENS,
+    KERNELS,
     Captures,
     NotFinite,
-    capture_graphs,
-    cuda_prompt_lengths,
     first_not_finite,
-    precompiling,
-    run_uncaptured,
-    warm_up,
+    prepare,
 )
 
 _OWN_STATE = Path("/proc/self/stat")
@@ -102,7 +97,6 @@ def process_age() -> float:
 
 
 NO_CEILING = Roofline()
-KERNELS = "kernels"  # the phase of a start that compiles them
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +252,9 @@ def _start(
     executor, geometry, models = build(settings, loading, measured=True, ranks=ranks)
     times.end("weights and caches")
     try:
-        captures, graph_bytes = _prepare(context, times, executor, geometry, compilers, ranks.agreement)
+        captures, graph_bytes = prepare(
+            settings, executor, geometry, context.progress, times.end, compilers, ranks.agreement
+        )
     except NotFinite:
         raise CheckpointError(_not_finite(settings, models, geometry)) from None
     own = _rank_facts(settings, geometry, models, ranks)
@@ -297,37 +293,3 @@ def _not_finite(settings: Settings, models: LoadedModels, geometry: Geometry) ->
         f" from {part} on, in {settings.model.dtype}: weights or values of config.json are not this model's, or exceed"
         " that type's range"
     )
-
-
-def _prepare(
-    context: ActorContext,
-    times: StartTimes,
-    executor: Executor,
-    geometry: Geometry,
-    compilers: ProcessPoolExecutor | None,
-    agreement: Agreement,
-) -> tuple[Captures, int]:
-    """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
-    settings, batch_sizes = context.settings, context.settings.graph_batch_sizes
-    if settings.model.device == "cpu":
-        context.progress("warming up", 0, 0)
-        warm_up(executor, geometry, (), FEW_TOKENS)
-        times.end("warm-up")
-        return capture_graphs(executor, geometry, ()), 0
-    context.progress("compiling kernels", 0, 0)
-    with precompiling(settings, executor, geometry, compilers, agreement) as compiling:
-        times.end(KERNELS)
-        context.progress("warming up", 0, 0)
-        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
-        times.end("warm-up", compiling())
-        free = free_bytes("cuda")
-        if batch_sizes:
-            context.progress("capturing CUDA graphs", 0, 0)
-        captures = capture_graphs(executor, geometry, batch_sizes)
-        if batch_sizes:
-            times.end("CUDA graphs", compiling())
-            run_uncaptured(executor, geometry)
-            times.end("long steps", compiling())
-        taken = free - free_bytes("cuda")
-    times.end(KERNELS)
-    return captures, taken

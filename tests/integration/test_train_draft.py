@@ -65,7 +65,7 @@ def whole_forward(tokens: list[int], target: LoadedTarget = LOADED) -> TargetOut
         return target.attach(cache, count, AUX).forward(torch.tensor(tokens), rows)
 
 
-def captured(settings: Settings, executor: Executor, geometry: Geometry) -> None:
+def captured(settings: Settings, executor: Executor, geometry: Geometry, *_: object) -> None:
     """What a GPU does before it serves."""
     capture_graphs(executor, geometry, (1, 3), ReplayedParts)
 
@@ -75,7 +75,7 @@ def engine(target: Path, request: pytest.FixtureRequest) -> Iterator[LocalEngine
     """With fewer slots than there are samples, and chunks shorter than some of them."""
     with pytest.MonkeyPatch.context() as patched:
         if getattr(request, "param", "eager") == "captured":
-            patched.setattr(answers, "_prepare", captured)
+            patched.setattr(answers, "prepare", captured)
         yield from running_engine(target)
 
 

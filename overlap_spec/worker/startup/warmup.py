@@ -37,6 +37,7 @@ from overlap_spec.worker.inputs import Step
 from overlap_spec.worker.ranks import ALONE, Agreement
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.memory_budget import free_bytes
 from overlap_spec.worker.startup.start_costs import what_they_depend_on
 from overlap_spec.worker.startup.step_times import (
     GREEDY,
@@ -48,6 +49,7 @@ from overlap_spec.worker.startup.step_times import (
     run_all,
 )
 
+KERNELS = "kernels"  # the phase of a start that compiles them
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
 
@@ -57,6 +59,45 @@ FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_n
 
 class NotFinite(Exception):
     """The target's logits are NaN or infinite. `first_not_finite` finds out where they become so."""
+
+
+def prepare(
+    settings: Settings,
+    executor: Executor,
+    geometry: Geometry,
+    say: Callable[[str, int, int], None],
+    ended: Callable[[str, float], None] = lambda phase, compiling: None,
+    started: ProcessPoolExecutor | None = None,
+    agreement: Agreement = ALONE,
+) -> "tuple[Captures, int]":
+    """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory.
+
+    `say`: is told what begins; `ended`: a phase, with the seconds of it that went by in waiting for kernels.
+    Raises: NotFinite.
+    """
+    batch_sizes = settings.graph_batch_sizes
+    if settings.model.device == "cpu":
+        say("warming up", 0, 0)
+        warm_up(executor, geometry, (), FEW_TOKENS)
+        ended("warm-up", 0.0)
+        return capture_graphs(executor, geometry, ()), 0
+    say("compiling kernels", 0, 0)
+    with precompiling(settings, executor, geometry, started, agreement) as compiling:
+        ended(KERNELS, 0.0)
+        say("warming up", 0, 0)
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
+        ended("warm-up", compiling())
+        free = free_bytes("cuda")
+        if batch_sizes:
+            say("capturing CUDA graphs", 0, 0)
+        captures = capture_graphs(executor, geometry, batch_sizes)
+        if batch_sizes:
+            ended("CUDA graphs", compiling())
+            run_uncaptured(executor, geometry)
+            ended("long steps", compiling())
+        taken = free - free_bytes("cuda")
+    ended(KERNELS, 0.0)
+    return captures, taken
 
 
 def warm_up(
