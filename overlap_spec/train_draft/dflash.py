@@ -21,17 +21,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import token_losses
 from torch import Tensor
 
-from overlap_spec.train_draft.head import (
-    Batch,
-    Frozen,
-    GuessLoss,
-    Head,
-    RotatedHeads,
-    Tensors,
-    Weights,
-    begun_layer,
-    chunked_argmax,
-)
+from overlap_spec.train_draft.head import Batch, Frozen, GuessLoss, Head, RotatedHeads, Tensors, Weights
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step
@@ -59,12 +49,11 @@ class DFlash(Head):
 
     def _begun(self, random: torch.Generator) -> Tensors:
         """The target's last layers, which read its last aux hidden state as their own inputs."""
-        llama, hidden = self._frozen.llama, self._frozen.llama.hidden_size
+        llama, count = self._frozen.llama, self._frozen.target.num_layers
         made: Tensors = {}
-        count = self._frozen.target.num_layers
         for index in range(self._num_layers):
             known = self._frozen.layer(max(count - self._num_layers + index, 0))
-            layer = begun_layer(llama, hidden, known, random)
+            layer = self._frozen.begun_layer(known, llama.hidden_size, random)
             made |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
             sizes = {part: _head_norm(known, part) * torch.ones(llama.head_dim) for part in "qk"}
             made |= {f"layers.{index}.self_attn.{part}_norm.weight": size for part, size in sizes.items()}
@@ -127,7 +116,7 @@ class DFlash(Head):
         for begin in range(first, last, BLOCKS):
             roots = torch.arange(begin, min(begin + BLOCKS, last), device=counts.device).expand(len(counts), -1)
             guessed = roots[..., None] + self._guessed
-            guesses = chunked_argmax(self.inputs(weights, batch, roots, guessed), head).view_as(guessed)
+            guesses = self.guesses(self.inputs(weights, batch, roots, guessed), head).view_as(guessed)
             is_right = (guesses == _at(batch.tokens, guessed)) & (guessed < batch.lengths[:, None, None])
             counts[:, roots[0]] = is_right.cumprod(2).sum(2)
         return counts

@@ -36,8 +36,6 @@ from overlap_spec.train_draft.head import (
     RotatedHeads,
     Tensors,
     Weights,
-    begun_layer,
-    chunked_argmax,
     dense,
     layer_parts,
 )
@@ -66,7 +64,7 @@ class Eagle3(Head):
     def _begun(self, random: torch.Generator) -> Tensors:
         """The target's last layer, which reads its own last aux hidden state; the head's rows of the vocabulary."""
         hidden = self._frozen.llama.hidden_size
-        layer = begun_layer(self._frozen.llama, 2 * hidden, self._frozen.layer(-1), random)
+        layer = self._frozen.begun_layer(self._frozen.layer(-1), 2 * hidden, random)
         made = {f"{LAYER}.{name}": tensor for name, tensor in layer.items()}
         made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
         made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
@@ -109,8 +107,7 @@ class Eagle3(Head):
     @torch.no_grad()
     def _target_probs(self, hidden: Tensor) -> Tensor:
         """Of the draft vocabulary. Shapes: [R, H] -> [R, Vd] f32."""
-        parts = [self._rows.logits(part).float().softmax(-1) for part in hidden.split(4096)]
-        return torch.cat(parts) if parts else hidden.new_zeros(0, len(self.ids)).float()
+        return torch.cat([self._rows.logits(part).float().softmax(-1) for part in hidden.split(4096)])
 
     @torch.no_grad()
     def accepted(self, batch: Batch) -> Tensor:
@@ -118,7 +115,7 @@ class Eagle3(Head):
         right = batch.ahead(2)
         for step, output, weights in self.unrolled(batch, STEPS):
             rows = weights.norm("norm", output).flatten(0, 1)
-            guesses = self.ids[chunked_argmax(rows, weights["lm_head"])].view_as(right)
+            guesses = self.ids[self.guesses(rows, weights["lm_head"])].view_as(right)
             is_right = (guesses == right) & batch.answered(ahead=2)
             is_kept &= F.pad(is_right[:, step:], (0, step), value=False)  # by the row where the chain began
             counts += is_kept
@@ -190,7 +187,8 @@ class _ChainAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, *kept: Tensor) -> Tensor:
         step, group = len(kept) // 2 - 1, q.shape[2] // kept[0].shape[2]
         keys, values = torch.stack(kept[1 : step + 1]), torch.stack(kept[step + 2 :])
-        first = [_until(each, step).repeat_interleave(group, 2) for each in (kept[0], kept[step + 1])]
+        before = q.shape[1] - step  # rows that chains at this step begin after
+        first = [each[:, :before].repeat_interleave(group, 2) for each in (kept[0], kept[step + 1])]
         found, logs, *state = _causal(q[:, step:], *first)
         whole, sums = attend_own_keys(q, keys, values, found, logs)
         ctx.save_for_backward(q, whole, sums, keys, values, *first)
@@ -206,11 +204,6 @@ class _ChainAttention(torch.autograd.Function):
         of_q, of_keys, of_values = attend_own_keys_back(grad, q, keys, values, whole, sums, of_q)
         summed = [F.pad(each.unflatten(2, (num_kv_heads, -1)).sum(3), (0, 0, 0, 0, 0, step)) for each in of_first]
         return of_q, summed[0], *of_keys, summed[1], *of_values
-
-
-def _until(rows: Tensor, step: int) -> Tensor:
-    """Those that chains at this step begin after. Shapes: [B, L, ..] -> [B, L - step, ..]."""
-    return rows[:, : rows.shape[1] - step]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -254,11 +247,9 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
     if found := [what for what, is_so in odd.items() if is_so]:
         raise ConfigError(flag, f"{config.llama.origin}: a head with {found[0]} cannot be trained")
     for name, (part, _) in _places(weights).items():
-        linear = isinstance(part, DenseLinear)
-        if not (linear and part.bias is None or isinstance(part, Tensor)):
-            raise ConfigError(
-                flag, f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be written again"
-            )
+        if not isinstance(part, Tensor | DenseLinear) or getattr(part, "bias", None) is not None:
+            text = f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be written again"
+            raise ConfigError(flag, text)
     return weights
 
 
@@ -286,20 +277,18 @@ class LiveHead:
 
     def tensors(self) -> Tensors:
         """Views; of a weight in another layout than rows, copies."""
-        found: Tensors = {}
-        for name, (part, rows) in self._places.items():
-            whole = part.matrix() if isinstance(part, DenseLinear) else part
-            found[name] = whole[rows]
-        return found
+        return {name: _whole(part)[rows] for name, (part, rows) in self._places.items()}
 
     @torch.inference_mode()
     def write(self, tensors: Tensors) -> None:
         """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA, of pinned ones."""
         for name, (part, rows) in self._places.items():
-            if isinstance(part, Tensor) or part.stored.layout is torch.strided:
-                whole = part if isinstance(part, Tensor) else part.stored
-                whole[rows].copy_(tensors[name], non_blocking=True)
-                continue
-            matrix = part.matrix()
-            matrix[rows].copy_(tensors[name])
-            part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(matrix, FEW_ROWS))
+            whole = _whole(part)
+            whole[rows].copy_(tensors[name], non_blocking=True)
+            if isinstance(part, DenseLinear) and whole is not part.stored:
+                part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(whole, FEW_ROWS))
+
+
+def _whole(part: Any) -> Tensor:
+    """A linear's weight as rows, or a norm's."""
+    return part.matrix() if isinstance(part, DenseLinear) else part

@@ -102,6 +102,11 @@ class Head(ABC):
         """The parameters in the type that it computes in."""
         return Weights(self.tensors, self._frozen.embedding.dtype, self._frozen.llama.rms_norm_eps)
 
+    @staticmethod
+    def guesses(rows: Tensor, head: Tensor) -> Tensor:
+        """The largest logit of each row, without all logits at once. Shapes: [R, H], head [V, H] -> [R] i64."""
+        return torch.cat([(part @ head.T).argmax(-1) for part in rows.split(4096)])
+
 
 def accept_length(accepted: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int]) -> float:
     """Committed tokens per verify step, bonus included, as the engine would go through these greedy answers.
@@ -150,9 +155,38 @@ class Frozen:
             found |= {"self_attn.q_norm.weight": norms.query, "self_attn.k_norm.weight": norms.key}
         found["input_layernorm.weight"] = _norm_weight(layer.input_norm, hidden)
         found["post_attention_layernorm.weight"] = _norm_weight(getattr(layer, "mlp_norm", None), hidden)
-        shapes = layer_shapes(self.llama, hidden)
+        shapes = self._shapes(hidden)
         fits = {name: each for name, each in found.items() if each.shape == shapes.get(name, each.shape)}
         return {name: each.float().clone() for name, each in fits.items()}
+
+    def begun_layer(self, known: Tensors, input_size: int, random: torch.Generator) -> Tensors:
+        """A layer to begin with, whose attention reads rows of this size: with what is known, and others are drawn.
+
+        Known weights are in the last columns where it reads wider rows.
+        """
+        made: Tensors = {}
+        for name, shape in self._shapes(input_size).items():
+            weight = known.get(name)
+            made[name] = torch.randn(shape, generator=random) * STD if len(shape) > 1 else torch.ones(shape)
+            if weight is not None:
+                made[name][..., -weight.shape[-1] :] = weight.cpu()
+        return made
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        """Of the weights of a Llama layer."""
+        llama, hidden, inner = self.llama, self.llama.hidden_size, self.llama.intermediate_size
+        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+        return {
+            "self_attn.q_proj.weight": (queries, input_size),
+            "self_attn.k_proj.weight": (keys, input_size),
+            "self_attn.v_proj.weight": (keys, input_size),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
 
     @property
     def final_norm(self) -> Tensor:
@@ -224,36 +258,6 @@ def _norm_weight(norm: Any, size: int) -> Tensor:
     return weight.float()
 
 
-def layer_shapes(llama: LlamaConfig, input_size: int) -> dict[str, tuple[int, ...]]:
-    """Weights of a Llama layer whose attention reads rows of this size."""
-    hidden, inner = llama.hidden_size, llama.intermediate_size
-    queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
-    return {
-        "self_attn.q_proj.weight": (queries, input_size),
-        "self_attn.k_proj.weight": (keys, input_size),
-        "self_attn.v_proj.weight": (keys, input_size),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-
-
-def begun_layer(llama: LlamaConfig, input_size: int, known: Tensors, random: torch.Generator) -> Tensors:
-    """A layer to begin with: the target's weights, in the last columns where it reads wider rows; others are drawn."""
-    made: Tensors = {}
-    for name, shape in layer_shapes(llama, input_size).items():
-        if len(shape) == 1:
-            made[name] = known.get(name, torch.ones(shape)).cpu()
-            continue
-        made[name] = torch.randn(shape, generator=random) * STD
-        if (weight := known.get(name)) is not None:
-            made[name][:, -weight.shape[1] :] = weight.cpu()
-    return made
-
-
 class Weights:
     """A head's parameters in the type that it computes in; the part of each name before `prefix` left out."""
 
@@ -316,8 +320,3 @@ class GuessLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         of_inputs, of_trained = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
         return of_inputs, None, of_trained, None
-
-
-def chunked_argmax(rows: Tensor, head: Tensor, size: int = 4096) -> Tensor:
-    """The largest logit of each row, without all logits at once. Shapes: rows [R, H], head [V, H] -> [R] i64."""
-    return torch.cat([(part @ head.T).argmax(-1) for part in rows.split(size)])
