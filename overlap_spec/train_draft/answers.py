@@ -3,7 +3,7 @@
 It answers prompts by plain decoding. Then it reads answered prompts again, as prompts, and their hidden states go to
 the ring: the answers themselves were decoded in another order, and are read several times.
 
-Hidden states leave the worker through a proposer that guesses nothing and writes what it is shown into a ring.
+Hidden states leave the worker through the ring itself: a proposer that guesses nothing and keeps what it is shown.
 
 Methods give the worker their proposer, and the target keeps the outputs of the layers that a proposer names. So the
 worker needs to know nothing of training. Rows go to the ring by the place of their request in it:
@@ -97,15 +97,8 @@ class FeatureRing(NoProposer):
 
 
 Tokens = Sequence[int]
+Asked = tuple[Tokens, SamplingParams]  # a prompt, and how it is answered
 Say = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt, and how it is answered."""
-
-    prompt: Tokens
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ class LocalEngine:
         begin, aux, hidden = self.ring.next_part(len(samples), length)
         self._bases = {self._num_asked + place: begin + place * length for place in range(len(samples))}
         self._executor.use(self._executor.eager)
-        for _ in self._answers((Asked(tokens, READ) for tokens in samples), (), math.inf):
+        for _ in self._answers(((tokens, READ) for tokens in samples), (), math.inf):
             pass
         return aux, hidden
 
@@ -185,10 +178,10 @@ class LocalEngine:
             if time.monotonic() > until:
                 waiting = iter(())
                 self._scheduler.take([Abort(uid, AbortReason.SHUTDOWN) for uid in self._open])
-            for each in islice(waiting, self._most_open - len(self._open)):
-                uid, prompt = self._num_asked, array("i", each.prompt).tobytes()
+            for tokens, sampling in islice(waiting, self._most_open - len(self._open)):
+                uid, prompt = self._num_asked, array("i", tokens).tobytes()
                 self._open[uid], self._num_asked = [], uid + 1
-                self._scheduler.take([Admit(uid, prompt, each.sampling, stop_ids, time.monotonic())])
+                self._scheduler.take([Admit(uid, prompt, sampling, stop_ids, time.monotonic())])
             if not self._open and not self._flight:
                 return
             self._scheduler.plan_ahead()

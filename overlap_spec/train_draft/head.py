@@ -1,4 +1,4 @@
-"""What a method gives the training loop, and the parts of the target that a draft reads.
+"""What all drafts in training have (`Head`), and the parts of the target that they read and begin with (`Frozen`).
 
 Legend: B samples, L rows of the longest, n aux layers, H hidden size, V and Vd vocabularies of target and draft.
 """

@@ -19,17 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from overlap_spec.config import Settings, facts_of
+from overlap_spec.config import Settings, SpecSettings, facts_of
 from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.drafts.dflash import load_dflash
-from overlap_spec.models.drafts.dspark import load_dspark
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.speculative.methods import method_named
 from overlap_spec.train_draft import state
 from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash, DSpark
@@ -226,7 +225,7 @@ class Run:
             held_out = number < self._prompts.num_held_out
             temperature = 0.0 if held_out else TEMPERATURES[number % len(TEMPERATURES)]
             longest, seed = self._order.longest_answer(len(tokens), self._engine.max_len), self._order.seed + number
-            yield Asked(tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed))
+            yield tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed)
 
     def _head(self, answered: Answered, kept: dict[str, Any] | None) -> Head:
         """The head to begin with. `kept`: what an earlier run has left, whose vocabulary or block it has."""
@@ -247,12 +246,8 @@ class Run:
 
     def _check_loads(self) -> None:
         """Load what was written, as the engine does. Raises: CheckpointError."""
-        target = self._engine.target
-        source = DraftSource.for_target(str(self._order.output), target)
-        if self._order.kind is DraftKind.EAGLE_3:
-            load_eagle3(source, target)
-        else:
-            (load_dspark if self._order.kind is DraftKind.DSPARK else load_dflash)(source, target, 2)
+        spec = SpecSettings(self._order.method, str(self._order.output), num_steps=1, topk=1, width=2)
+        method_named(spec.method).load(spec, self._engine.target, lambda done, total: None)
 
 
 class _Training:

@@ -22,7 +22,6 @@ from overlap_spec.messages import ChatPrompt
 
 BENCHMARKS = ("chat20.json", "peer64.json")
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 64
-TOGETHER = 512  # prompts that are encoded at once
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,11 @@ class PromptFile:
 
     def encoded(self, codec: Codec, first: int) -> Iterator[list[int]]:
         """Token ids of the prompts from `first` on. Raises: ConfigError naming the line."""
-        for begin in range(first, len(self.lines), TOGETHER):
-            for number, fields in self.lines[begin : begin + TOGETHER]:
-                try:
-                    yield _encode(fields, codec)
-                except RequestError as error:
-                    raise _bad(self.path, number, str(error)) from None
+        for number, fields in self.lines[first:]:
+            try:
+                yield _encode(fields, codec)
+            except RequestError as error:
+                raise _bad(self.path, number, str(error)) from None
 
 
 def read_prompts(path: Path, seed: int = 0) -> PromptFile:

@@ -36,16 +36,11 @@ def without_loop(samples: Sequence[Sample], device: torch.device) -> list[Sample
     LEAST_REPEATED tokens behind its first occurrence, which is kept; or a run of GRAM tokens that has occurred
     MOST_SEEN times before. Sync: waits for the device.
     """
-    kept = []
-    for begin in range(0, len(samples), TOGETHER):
-        part = samples[begin : begin + TOGETHER]
-        ends = loop_starts([sample.answer for sample in part], device)
-        kept += [
-            Sample(sample.tokens[: sample.start + end], sample.start)
-            for sample, end in zip(part, ends, strict=True)
-            if end >= LEAST_ANSWER
-        ]
-    return kept
+    answers = [sample.answer for sample in samples]
+    parts = [answers[begin : begin + TOGETHER] for begin in range(0, len(answers), TOGETHER)]
+    ends = [end for part in parts for end in loop_starts(part, device)]
+    cut = [Sample(each.tokens[: each.start + end], each.start) for each, end in zip(samples, ends, strict=True)]
+    return [sample for sample in cut if len(sample.answer) >= LEAST_ANSWER]
 
 
 def loop_starts(answers: Sequence[Tensor], device: torch.device) -> list[int]:

@@ -26,7 +26,7 @@ from overlap_spec.models.drafts.dspark import BiasedLogits
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.train_draft import answers, state
-from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine
+from overlap_spec.train_draft.answers import FeatureRing, LocalEngine
 from overlap_spec.train_draft.dflash import DSpark
 from overlap_spec.train_draft.head import Batch, Frozen
 from overlap_spec.train_draft.state import draft_config, layer_numbers
@@ -96,7 +96,7 @@ def test_the_ring_has_the_targets_hidden_states(engine: LocalEngine) -> None:
     batches = [[[numbers.randrange(3, 128) for _ in range(length)] for length in (5, 40, 16, 17, 2, 33, 1)]]
     batches.append([list(reversed(tokens)) for tokens in batches[0]])
     found = [engine.states(samples, LENGTH) for samples in batches]
-    assert list(engine.answers([Asked([7, 8], GREEDY)], ())), "answers in between write nothing there"
+    assert list(engine.answers([([7, 8], GREEDY)], ())), "answers in between write nothing there"
     for samples, (aux, hidden) in zip(batches, found, strict=True):
         for row, tokens in enumerate(samples):
             expected = whole_forward(tokens)
@@ -109,7 +109,7 @@ GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, seed=0)
 
 def test_answers_are_plain_decodings(engine: LocalEngine) -> None:
     prompts = [[9, 30, 55], [100], [*range(3, 30)], [64, 65], [120, 4, 5, 6]]
-    found = dict(engine.answers([Asked(prompt, GREEDY) for prompt in [*prompts, [1] * 60]], (2,)))
+    found = dict(engine.answers([(prompt, GREEDY) for prompt in [*prompts, [1] * 60]], (2,)))
     assert found.pop(5) == [], "a prompt that is too long has no answer"
     for place, prompt in enumerate(prompts):
         tokens = list(prompt)
@@ -121,7 +121,7 @@ def test_answers_are_plain_decodings(engine: LocalEngine) -> None:
 
 def test_answers_end_when_their_time_does(engine: LocalEngine) -> None:
     long = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
-    found = dict(engine.answers((Asked([7, n], long) for n in range(3, 50)), (), until=0.0))
+    found = dict(engine.answers((([7, n], long) for n in range(3, 50)), (), until=0.0))
     assert found == {}, "none begins"
 
 
