@@ -80,7 +80,7 @@ class DFlash(Head):
         count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], _num_blocks(batch)
         share = (torch.rand(len(count), blocks, generator=random) + torch.arange(blocks)) / blocks
         roots = batch.starts[:, None] + (share.to(count.device) * count).long().minimum(count - 1)
-        return (roots + len(batch.places) * torch.arange(len(roots), device=roots.device)[:, None]).flatten()
+        return (roots + batch.tokens.shape[1] * torch.arange(len(roots), device=roots.device)[:, None]).flatten()
 
     def loss_at(self, batch: Batch, places: Tensor, count: Tensor) -> Tensor:
         """Of as many roots of each sample, in their order; places behind them are none."""

@@ -314,9 +314,10 @@ class GuessLoss(torch.autograd.Function):
             of_inputs = logits @ head
             ctx.save_for_backward(of_inputs, None if trained is None else logits.mT @ inputs[:, -trained.shape[1] :])
         ctx.mark_non_differentiable(told)
+        ctx.set_materialize_grads(False)  # of what is told there is none
         return loss, told
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         of_inputs, of_trained = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
         return of_inputs, None, of_trained, None
