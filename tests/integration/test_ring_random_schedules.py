@@ -10,8 +10,8 @@ from support.ring import RingConfig, tiny_loaded
 from overlap_spec.frontend.codec import TextCodec
 
 
-def test_6_random_schedules(codec: TextCodec) -> None:
-    run_schedules(6, codec)
+def test_9_random_schedules(codec: TextCodec) -> None:
+    run_schedules(9, codec)
 
 
 @pytest.mark.full
