@@ -62,25 +62,32 @@ def test_both_products(emulator: CudaEmulator, seed: int) -> None:
     x = wide[:, :HIDDEN]
     gate, up = of_places(x.repeat_interleave(2, dim=0), weight, places.experts).chunk(2, dim=1)
     emulator.seed, emulator.written_before = seed, [wide]
-    hidden = products.multiply_quantized(x, weight, None, places, True, True, None)
+    by_expert = torch.full((2 * num_rows, INNER), torch.nan, dtype=BFLOAT)
+    products._multiply_tiles(x, weight, by_expert, places, 2, True)
+    order = torch.cat([row[:count] for row, count in zip(places.listed, places.counts, strict=True)]).long()
+    hidden = torch.empty_like(by_expert).index_copy_(0, order, by_expert)
     error = (hidden - F.silu(gate) * up).abs().max() / gate.abs().max()
     assert error < 2**-7
-    weight = stack_of(HIDDEN, INNER)
-    actual = products.multiply_quantized(hidden, weight, None, places, False, False, None)
-    expected = of_places(hidden, weight, places.experts)
+    second = stack_of(HIDDEN, INNER)
+    emulator.written_before = []
+    assert products.takes_tiles(x, weight, second, places)
+    actual = products.multiply_tiles(x, weight, second, places)
+    expected = of_places(hidden, second, places.experts)
     assert ((actual - expected).abs() <= expected.abs() * 2**-8 + 1e-4 * expected.abs().max()).all()
 
 
 def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
-    weight, places, x = stack_of(2 * INNER, HIDDEN), places_of(40), torch.zeros(40, HIDDEN, dtype=BFLOAT)
-    assert products.takes_tiles(x, weight, places)
+    weight, second, places = stack_of(2 * INNER, HIDDEN), stack_of(HIDDEN, INNER), places_of(128)
+    x = torch.zeros(128, HIDDEN, dtype=BFLOAT)
+    assert products.takes_tiles(x, weight, second, places)
     by_row = QuantizedStack(weight.data, replace(weight.packing, group=0))
     others = [
-        (x.half(), weight, places),
-        (torch.zeros(40, HIDDEN + 4, dtype=BFLOAT)[:, :HIDDEN], weight, places),
-        (x, by_row, places),
-        (x, QuantizedStack(weight.data[:, :192], weight.packing), places),
-        (x[:16], weight, places._replace(experts=places.experts[:16])),
+        (x.half(), weight, second, places),
+        (torch.zeros(128, HIDDEN + 4, dtype=BFLOAT)[:, :HIDDEN], weight, second, places),
+        (x, by_row, second, places),
+        (x, weight, QuantizedStack(second.data[..., :64], second.packing), places),
+        (x, weight, second, places._replace(experts=places.experts[:127])),
+        (x, weight, second, places._replace(experts=torch.zeros(16, 16, dtype=torch.int64))),
     ]
     assert not any(products.takes_tiles(*other) for other in others)
 

@@ -25,9 +25,11 @@ from overlap_spec_kernels.experts.float4_products import multiply_float4
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
 from overlap_spec_kernels.experts.quantized_products import (
     multiply_quantized,
+    multiply_tiles,
     streams_gate,
     streams_sum,
     sum_down,
+    takes_tiles,
 )
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import (
@@ -218,6 +220,14 @@ def _results(
 ) -> Tensor:
     """Of every place. Shapes: -> [T * k, H]."""
     places = places_of(routing.experts, gate_up.shape[0])
+    if (
+        isinstance(gate_up, QuantizedStack)
+        and isinstance(down, QuantizedStack)
+        and biases is None
+        and clamp is None
+        and takes_tiles(x, gate_up, down, places)
+    ):
+        return multiply_tiles(x, gate_up, down, places)
     of_gate_up, of_down = (None, None) if biases is None else biases
     gated = _gated(x, gate_up, of_gate_up, places, clamp)
     return _multiplied(gated, down, of_down, places, False, False, None)

@@ -55,6 +55,7 @@ TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
 _TILED = 64  # rows of an expert on average from which it multiplies
 _NUMBERS = 64, 128, 160, 192  # of rows of x, of which a tile takes the least that suffices
 _SLICES, _STAGES, _PIECE = 2, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
+_BOX = 32  # rows of x that are copied at once, of the second product
 
 
 class ManyRows(NamedTuple):
@@ -90,9 +91,6 @@ def multiply_quantized(
     (num_experts, rows, size_k), pairs, packing = weight.shape, places.experts.numel(), weight.packing
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
-    if pairs >= _TILED * num_experts and bias is None and clamp is None and takes_tiles(x, weight, places):
-        _multiply_tiles(x, weight, out, places, top_k if first else 1, gated)
-        return out
     tile = quantized_tile(pairs, num_experts, gated, packing.bits, x.element_size() > 2)
     if isinstance(tile, ManyRows):
         _multiply_many(x, weight, bias, out, places, top_k if first else 1, gated, clamp, tile)
@@ -182,22 +180,32 @@ class _Tiles(ctypes.Structure):
     )
 
 
-def takes_tiles(x: Tensor, weight: QuantizedStack, places: Places) -> bool:
-    """Whether expert_tiles.cu can multiply them: float8 in blocks. Shapes: x [T, I], or [T * k, I]."""
-    (_, rows, size_k), packing = weight.shape, weight.packing
-    is_known = packing.bits == 8 and packing.group == 128 and packing.zeros is None
-    whole = rows % 128 == 0 and size_k % 128 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return is_known and whole and x.dtype == torch.bfloat16 and places.are_listed and runs_hopper(x.device)
+def takes_tiles(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, places: Places) -> bool:
+    """Whether expert_tiles.cu multiplies them: float8 in blocks, of many rows. Shapes: x [T, I]."""
+    known = (weight.packing for weight in (gate_up, down))
+    is_known = all(each.bits == 8 and each.group == 128 and each.zeros is None for each in known)
+    whole = all(size % 128 == 0 for size in down.shape[1:]) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    are_many = places.experts.numel() >= _TILED * len(gate_up.data)
+    return is_known and whole and are_many and x.dtype == torch.bfloat16 and places.are_listed and runs_hopper(x.device)
+
+
+def multiply_tiles(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, places: Places) -> Tensor:
+    """Both products of each place. Shapes: x [T, I], gate_up [E, 2 J, I], down [E, I, J] -> [T * k, I]. Sync: never."""
+    (_, size, inner), pairs = down.shape, places.experts.numel()
+    middle, out = (torch.empty((pairs, columns), dtype=x.dtype, device=x.device) for columns in (inner, size))
+    _multiply_tiles(x, gate_up, middle, places, places.experts.shape[1], True)
+    _multiply_tiles(middle, down, out, places, 1, False)
+    return out
 
 
 def _multiply_tiles(x: Tensor, weight: QuantizedStack, out: Tensor, places: Places, shared: int, gated: bool) -> None:
-    """Write the product of each place to `out`; `shared` places have one row of x. Sync: never."""
+    """Write the product of each place to `out`; of the gated one `shared` places have one row of x. Sync: never."""
     (num_experts, _, size_k), scales = weight.shape, weight.packing.scales
     read = (each.data_ptr() for each in (x, scales, places.counts, places.listed, out))
     sizes = x.stride(0), out.shape[1], len(places.experts), size_k // 128, shared
     work = _Tiles(*read, *sizes, scales.shape[2], weight.packing.scale_rows)
-    w_map = tensor_map(weight.data.view(-1, size_k), 64, 128)
-    _tiles(gated, num_experts, x.device).launch(num_multiprocessors(x.device), (w_map, work))
+    maps = tensor_map(weight.data.view(-1, size_k), 64, 128), tensor_map(x, _BOX, 64)
+    _tiles(gated, num_experts, x.device).launch(num_multiprocessors(x.device), (*maps, work))
 
 
 @functools.cache

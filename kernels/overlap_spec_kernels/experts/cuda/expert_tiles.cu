@@ -5,8 +5,11 @@
 // while the values before are multiplied. x is the right operand. The tensor cores have as many rows of x as the tile
 // has, rounded up to one of the numbers that `wgmma.h` is written for. One warpgroup copies, two multiply.
 //
+// The gated product finds rows of x where they are, and writes its results by expert, where rows of a tile are neighbours.
+// So the copy engine brings them to the second product, which writes results by place.
+//
 //     ring    [stage] | x: 2 x [MOST, 64] swizzled by 128 bytes | W: [128, 128] float8, swizzled too |
-//     full    of a stage: W has arrived, and each copying thread's part of x
+//     full    of a stage: W has arrived, and x; of the gated product, each copying thread's part of x
 //     empty   of a stage: the multiplying warps have read it
 //
 // Of gate and up a thread has the same column, in rows g and g + 8 of its product. Sums of 128 columns are scaled and
@@ -22,11 +25,11 @@
 
 // What the kernel is given beside the map of W; the same fields in quantized_products.py.
 struct Work {
-    const u16* x;         // rows x_stride apart
+    const u16* x;         // rows x_stride apart; of the gated product
     const float* scales;  // [E, I / 128, scale_columns]
     const int* counts;    // [E]
     const int* listed;    // [E, T]: places
-    u16* out;             // [T * k, N]
+    u16* out;             // [T * k, N], by expert or by place
     int x_stride;
     int size_n;           // columns of the result
     int num_rows;         // T
@@ -37,7 +40,7 @@ struct Work {
 
 constexpr int DEPTH = 128, HALF = MOST * 128;
 constexpr int X_BYTES = 2 * HALF, W_BYTES = 128 * DEPTH, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int UNITS = DEPTH / 16 / SLICES;
+constexpr int UNITS = DEPTH / 16 / SLICES, BOX = 32;  // rows of x that are copied at once
 constexpr int BLOCK = GATED ? 64 : 128;       // columns of the result
 constexpr int OF_GROUP = BLOCK / 2;           // of a warpgroup
 constexpr int PITCH = OF_GROUP * 2 + 16;      // bytes of a staged row: rows lie in different banks
@@ -46,6 +49,7 @@ static_assert(UNITS % 2 == 0, "operands of units alternate between two sets of r
 struct Shared {
     u64 full[STAGES], empty[STAGES];
     int ends[EXPERTS];   // number of tiles of an expert and of all before it
+    int counts[EXPERTS]; // of places of all experts before it
     int rows[2][MOST];   // of x, of a tile and the next one
 };
 
@@ -80,6 +84,9 @@ struct Item {
         live = min(share, count - first);
     }
 
+    // Of its rows, by expert.
+    __device__ __forceinline__ int begin(const Shared& shared) const { return shared.counts[expert] + first; }
+
     __device__ __forceinline__ const int* places(const Work& work) const {
         return work.listed + static_cast<long long>(expert) * work.num_rows + first;
     }
@@ -87,19 +94,23 @@ struct Item {
 
 // Count tiles: all threads.
 __device__ __forceinline__ void count_tiles(const Work& work, Shared& shared) {
-    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) shared.ends[e] = (work.counts[e] + MOST - 1) / MOST;
+    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
+        shared.counts[e] = work.counts[e];
+        shared.ends[e] = (shared.counts[e] + MOST - 1) / MOST;
+    }
     __syncthreads();
-    if (threadIdx.x < 32) {
-        int before = 0;
+    if (threadIdx.x < 64) {  // a warp adds up tiles, another one places
+        int* numbers = threadIdx.x < 32 ? shared.ends : shared.counts;
+        int before = 0, lane = threadIdx.x % 32;
         for (int begin = 0; begin < EXPERTS; begin += 32) {
-            int e = begin + threadIdx.x, sum = e < EXPERTS ? shared.ends[e] : 0;
+            int e = begin + lane, own = e < EXPERTS ? numbers[e] : 0, sum = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 int other = __shfl_up_sync(0xffffffff, sum, step);
-                if (static_cast<int>(threadIdx.x) >= step) sum += other;
+                if (lane >= step) sum += other;
             }
             sum += before;
-            if (e < EXPERTS) shared.ends[e] = sum;
+            if (e < EXPERTS) numbers[e] = threadIdx.x < 32 ? sum : sum - own;
             before = __shfl_sync(0xffffffff, sum, 31);
         }
     }
@@ -124,13 +135,35 @@ __device__ __forceinline__ void arrived(u64* full) {
     arrive(full);
 }
 
+// `more`: bytes that are copied beside W.
 __device__ __forceinline__ void copy_w(
-    const TensorMap* map, const Work& work, const Item& item, u32 to, u64* full, int c
+    const TensorMap* map, const Work& work, const Item& item, u32 to, u64* full, int c, int more
 ) {
     int row = item.expert * work.size_n * (GATED ? 2 : 1) + item.block * BLOCK;
-    expect(full, W_BYTES);
+    expect(full, W_BYTES + more);
     copy_tile(to, map, full, c * DEPTH, row);
     copy_tile(to + W_BYTES / 2, map, full, c * DEPTH, row + (GATED ? work.size_n : 64));
+}
+
+// Of the second product, whose tiles have their rows side by side: one thread.
+__device__ __forceinline__ void copy_tiles(
+    const TensorMap* w_map, const TensorMap* x_map, const Work& work, char* ring, Shared& shared_, int items
+) {
+    Place place;
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+        Item item(work, shared_, number);
+        int all = rounded_rows(item.live);
+        for (int c = 0; c < work.chunks; ++c, place.advance()) {
+            u64* full = &shared_.full[place.stage];
+            u32 stage = shared(ring + place.stage * STAGE_BYTES);
+            wait(&shared_.empty[place.stage], place.parity ^ 1);
+            copy_w(w_map, work, item, stage + X_BYTES, full, c, all * 256);
+            for (int row = 0; row < all; row += BOX) {
+                copy_tile(stage + row * 128, x_map, full, c * DEPTH, item.begin(shared_) + row);
+                copy_tile(stage + HALF + row * 128, x_map, full, c * DEPTH + 64, item.begin(shared_) + row);
+            }
+        }
+    }
 }
 
 __device__ __forceinline__ void copy_all(
@@ -151,7 +184,7 @@ __device__ __forceinline__ void copy_all(
             u64* full = &shared_.full[place.stage];
             u32 stage = shared(ring + place.stage * STAGE_BYTES);
             wait(&shared_.empty[place.stage], place.parity ^ 1);
-            if (thread == 0) copy_w(map, work, item, stage + X_BYTES, full, c);
+            if (thread == 0) copy_w(map, work, item, stage + X_BYTES, full, c, 0);
             const u16* from = work.x + c * DEPTH + part * 8;
 #pragma unroll 4
             for (int i = row; i < all; i += 8)
@@ -221,7 +254,7 @@ __device__ __forceinline__ void store_across(u32 address, u32 a, u32 b, u32 c, u
 // Rows of the result in pieces through shared memory, so that neighbouring threads write neighbouring columns.
 template <int SUMS>
 __device__ __forceinline__ void finish(
-    const float (&y)[SUMS], const Work& work, const Item& item, char* staged, int group
+    const float (&y)[SUMS], const Work& work, const Item& item, const Shared& shared_, char* staged, int group
 ) {
     constexpr int ROWS = 2 * SUMS, MATRICES = ROWS / 8, ACROSS = GATED ? 4 : 2, THREADS = OF_GROUP / 8;
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -248,7 +281,7 @@ __device__ __forceinline__ void finish(
 #pragma unroll 4
         for (int row = thread / THREADS; row < min(PIECE, item.live - begin * 8); row += 128 / THREADS) {
             uint4 eight = *reinterpret_cast<const uint4*>(staged + row * PITCH + thread % THREADS * 16);
-            long long place = places[begin * 8 + row];
+            long long place = GATED ? item.begin(shared_) + begin * 8 + row : places[begin * 8 + row];
             *reinterpret_cast<uint4*>(out + place * work.size_n) = eight;
         }
     }
@@ -304,7 +337,7 @@ __device__ __forceinline__ void multiply_item(
     wait_products<0>();
     if (threadIdx.x % 32 == 0) arrive(read);
     add_chunk(y, part, upper, lower);
-    finish(y, work, item, staged, group);
+    finish(y, work, item, shared_, staged, group);
 }
 
 __device__ __forceinline__ void multiply_all(
@@ -324,13 +357,13 @@ __device__ __forceinline__ void multiply_all(
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) expert_tiles(
-    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char ring[];
     __shared__ Shared shared_;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            set_up(&shared_.full[stage], 129);
+            set_up(&shared_.full[stage], GATED ? 129 : 1);
             set_up(&shared_.empty[stage], 8);
         }
         show_to_copies();
@@ -341,7 +374,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) expert_tiles(
     int items = shared_.ends[EXPERTS - 1] * (work.size_n / BLOCK);
     if (threadIdx.x < 128) {
         give_registers<24>();
-        copy_all(&w_map, work, ring, shared_, items);
+        if (GATED) copy_all(&w_map, work, ring, shared_, items);
+        else if (threadIdx.x == 0) copy_tiles(&w_map, &x_map, work, ring, shared_, items);
     } else {
         take_registers<240>();
         multiply_all(work, ring, shared_, ring + STAGES * STAGE_BYTES, items);
