@@ -147,16 +147,6 @@ class LocalEngine:
         """Nothing is asked any more."""
         self._executor.close()
 
-    def answers(
-        self, asked: Iterable[Asked], stop_ids: tuple[int, ...], until: float = math.inf
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Each answer with its place in `asked`, as they end; of a request that is refused, an empty one.
-
-        `until` [s, time.monotonic()]: then those that are open end where they are, and no other begins.
-        """
-        self._executor.use(self._captured)
-        yield from self._answers(asked, stop_ids, until)
-
     def states(self, samples: Sequence[Tokens], length: int) -> tuple[Tensor, Tensor]:
         """Hidden states of samples, `length` rows of each; the call after the next one writes there again.
 
@@ -165,14 +155,18 @@ class LocalEngine:
         """
         begin, aux, hidden = self.ring.next_part(len(samples), length)
         self._bases = {self._num_asked + place: begin + place * length for place in range(len(samples))}
-        self._executor.use(self._executor.eager)
-        for _ in self._answers(((tokens, READ) for tokens in samples), (), math.inf):
+        for _ in self.answers(((tokens, READ) for tokens in samples), captured=False):
             pass
         return aux, hidden
 
-    def _answers(
-        self, asked: Iterable[Asked], stop_ids: tuple[int, ...], until: float
+    def answers(
+        self, asked: Iterable[Asked], stop_ids: tuple[int, ...] = (), until: float = math.inf, captured: bool = True
     ) -> Iterator[tuple[int, list[int]]]:
+        """Each answer with its place in `asked`, as they end; of a request that is refused, an empty one.
+
+        `until` [s, time.monotonic()]: then those that are open end where they are, and no other begins.
+        """
+        self._executor.use(self._captured if captured else self._executor.eager)
         first, waiting = self._num_asked, iter(asked)
         while True:
             if time.monotonic() > until:
