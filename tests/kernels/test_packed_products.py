@@ -275,6 +275,7 @@ def test_most_multiprocessors_have_work_and_stages_have_room(
         programs = cut.num_items(size_n // form.matrices) * cut.cluster
         assert cut.rows >= rows and 0.72 * 132 <= programs <= 132, name
         assert cut.stages >= 3 and cut.shared_bytes(form) + (5 << 10) <= 228 << 10
+        assert cut.scale_bytes(form) % 128 == 0, "packed_products.cu does not compile"
 
 
 def test_the_division_of_an_8b_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ _MOST_STAGES = 8
 _LEAST_STAGES = 4  # of a part of K
 _LEAST_FAST_STAGES = 10  # where a stage takes less than an exchange of parts: 8 bits and up to 32 rows of x
 _MOST_COUNTERS = 4096
+_TARGET = 128  # bytes, at whose multiples copies of scales begin
 _ROWS_BEHIND_W = 64  # more rows of x take so long that they must not wait behind W: choosing/layers_h200.txt
 
 
@@ -232,8 +233,14 @@ class PackedProducts(NamedTuple):
         num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * of_tiles
         return ceil_div(num_bytes, 1024) * 1024
 
+    def scale_bytes(self, form: Form) -> int:
+        """Of a stage of one matrix."""
+        return self.columns // TILE_ROWS * (_DEPTH // form.group if form.group else 0) * _SCALE_BYTES[form.scale]
+
     def with_stages(self, form: Form) -> PackedProducts | None:
-        """As many stages as shared memory has room for; None if there is no room for two."""
+        """As many stages as shared memory has room for; None if there is no room for two, or scales do not fit."""
+        if self.scale_bytes(form) % _TARGET:
+            return None
         room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
         stages = min(room // self.stage_bytes(form), 2 * _MOST_STAGES if self.by_warps else _MOST_STAGES)
         return self._replace(stages=stages) if stages > 1 else None
