@@ -275,7 +275,7 @@ def timed(start: Start, slow_models: dict[int, Path], request: pytest.FixtureReq
     return times_of
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["prefixes", pytest.param("ngrams", marks=pytest.mark.full)])
 def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
     assert any(timed(kind, "shared").p_value < TOLD for _ in range(TRIES))
 
@@ -284,8 +284,9 @@ def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
     ("kind", "whose"),
     [
         ("prefixes", "by name"),
-        ("ngrams", "by salt"),
         pytest.param("prefixes", "by salt", marks=pytest.mark.full),
+        # Slow tests count guesses of n-grams, which are what a step's time follows from.
+        pytest.param("ngrams", "by salt", marks=pytest.mark.full),
         pytest.param("ngrams", "by name", marks=pytest.mark.full),
     ],
 )

@@ -125,12 +125,15 @@ def test_random_schedules_in_float32_with_the_flag(codec: TextCodec, rounds: ran
 
 
 RECURRING = ("qwen3.5", "qwen3 next", "granite 4", "granite 4 moe")
+OTHERS = {RECURRING[0]: "full", RECURRING[1]: "slow"}
 SHORT = 4  # positions of a chunk, so that prompts have several
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("family", RECURRING)
+@pytest.mark.parametrize(
+    "family", [*RECURRING[1:3], *(pytest.param(name, marks=pytest.mark.full) for name in RECURRING[::3])]
+)
 def test_layers_that_recur_in_random_schedules(
     codec: TextCodec, family: str, rounds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +149,7 @@ def test_layers_that_recur_in_random_schedules(
     assert len(rounds) < 10 or all(seen[what] for what in ("accepted", "chunk_splits", "prefix_hit_tokens")), seen
 
 
-ONE = [RECURRING[2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECURRING[:2])]
+ONE = [RECURRING[2], *(pytest.param(name, marks=getattr(pytest.mark, mark)) for name, mark in OTHERS.items())]
 STATES = {"deterministic": True, "dtype": torch.float32, "state_chunk": SHORT, "num_snapshots": 8}
 
 

@@ -106,7 +106,7 @@ def test_channels_are_plain_decodings_whole_and_streamed() -> None:
         assert whole == streamed
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.parametrize("index", range(4))
 def test_what_follows_the_reasoning_follows_the_schema(index: int) -> None:
     whole, _, num_tokens = answers(DRAFTED)[index]

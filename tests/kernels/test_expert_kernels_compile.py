@@ -113,7 +113,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
 }
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_without_spills(name: str) -> None:

@@ -102,7 +102,7 @@ def assembly(
     return text
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:

@@ -267,7 +267,7 @@ IN_RUNS = {"qwen3 moe": WIDE, "mixtral": {"hidden": 128}, "glm 4.5": WIDE}
 IN_RUNS["qwen3 next"] = WIDE | {"shared_expert_intermediate_size": 128, "linear_value_head_dim": 32}
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dequantised"])
 @pytest.mark.parametrize("kind", FORMATS)

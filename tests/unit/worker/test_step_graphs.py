@@ -97,7 +97,7 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
     assert after.decode - before.decode == {"judge": 6}
 
 
-@pytest.mark.full_but_every(8)
+@pytest.mark.full_but_every(16)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]
