@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels import NotLoadedError
 from overlap_spec_kernels.launch import compiling_only
 from support.train_batches import batch, block_head, head, loss_of
 from torch import Tensor
@@ -51,6 +52,20 @@ def test_nothing_is_captured_while_kernels_are_compiled_ahead(monkeypatch: pytes
         assert [replays.run("key", lambda: 1) for _ in range(3)] == [1, 1, 1] and not captured
     assert [replays.run("key", lambda: 2) for _ in range(3)] == [2, -1, -1] and captured == [2]
     assert replays.run("other", lambda: 3) == 3 and captured == [2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no capture"), NotLoadedError("a kernel")], ids=lambda each: str(each))
+def test_what_cannot_be_captured_goes_on_as_it_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        def record(self, part: str, work: Any) -> tuple[Any, int]:
+            raise error
+
+    replays = Replays(torch.device("cpu"))
+    monkeypatch.setattr(replays, "_recorder", Refusing())
+    assert [replays.run("key", lambda n=n: n) for n in range(3)] == [0, 1, 2]  # type: ignore[misc]  # a default's type
+    assert len(caplog.messages) == 1 and str(error) in caplog.text
 
 
 def test_a_step_without_finite_gradients_says_so_and_changes_nothing() -> None:
