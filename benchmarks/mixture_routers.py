@@ -17,6 +17,7 @@ import torch
 from overlap_spec_kernels import Routing
 from overlap_spec_kernels.experts.route import (
     Common,
+    Rows,
     add_common,
     chosen_by,
     logits_of_row,
@@ -24,6 +25,7 @@ from overlap_spec_kernels.experts.route import (
     router_logits_reference,
     row_of_program,
     with_common,
+    written,
 )
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, runs_triton
@@ -44,9 +46,10 @@ class InjectedChoice:
     last: Tensor  # [R, k] i64
     ends: bool  # of a model's last mixture: the next forward has other experts
 
-    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+    def __call__(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
         """Rows beyond R have the experts of other steps. Shapes: x [T, H], weight [E, H]. Sync: never on CUDA."""
-        routing = (self._choose_triton if runs_triton(x) else self._choose)(x, weight, common)
+        is_cuda = runs_triton(weight)
+        routing = self._choose_triton(x, weight, common) if is_cuda else self._choose(written(x), weight, common)
         if self.ends:
             self.step.add_(1)
         return routing
@@ -60,7 +63,7 @@ class InjectedChoice:
         self.last[: len(logits)].copy_(experts[:most])
         return with_common(Routing(experts, moved.gather(1, experts).softmax(1)), x, common)
 
-    def _choose_triton(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+    def _choose_triton(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
         return chosen_by(
             choose_drawn_kernel,
             x,
@@ -75,18 +78,23 @@ class InjectedChoice:
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def choose_drawn_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, table_ptr: tl.tensor,
-    step_ptr: tl.tensor, last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
-    SHARE: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
+    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, table_ptr: tl.tensor, step_ptr: tl.tensor,
+    last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The largest logits of a row. `most`: rows of the table. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
-    )
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
+        SQUARES, BLOCK_S, BLOCK_K, PDL,
+    )  # fmt: skip
     if row >= 0:
-        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
+        first = add_common(
+            x_ptr, x_stride, row, num_rows, squares_ptr, eps, experts_ptr, weights_ptr, share_ptr, common, SIZE_K,
+            TOP_K, COMMON, SQUARES, BLOCK_S,
+        )  # fmt: skip
         expert = tl.arange(0, BLOCK)
         step = (tl.load(step_ptr) + row // most) % STEPS
         drawn: tl.tuple = ()

@@ -53,12 +53,13 @@ MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = ROUTED | {"PARTS": 16, "SHARE": 1, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
-CHOICE |= {"COMMON": 0}
-MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON": 2048}
+UNSCALED = {"SQUARES": 128, "BLOCK_S": 128}
+CHOICE |= {"COMMON": 0, "SQUARES": 0, "BLOCK_S": 1}
+MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON": 2048} | UNSCALED
 MANY_ROWS = {"SHARE": 0, "PARTS": 1, "PDL": False}
 GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "SHARE": 4, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
-GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192}
+GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192, "SQUARES": 0, "BLOCK_S": 1}
 TYPES = {
     "scale": "fp32",
     "correction_ptr": "*fp32",
@@ -106,6 +107,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
     "logits of most rows": (route.router_logits_kernel, 8, ROUTED | {"PARTS": 16, "BLOCK": 128}, "wgmma"),
     "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
+    "choice, unscaled": (route._route_kernel, 4, CHOICE | UNSCALED, "mma.sync"),
     "choice of many experts": (route._route_kernel, 4, CHOICE | MOST_EXPERTS, "redux.sync"),
     "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
     "choice of groups": (best_of_groups._best_of_groups_kernel, 4, GROUPS, "mma.sync"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.experts.route import (
     Common,
+    Rows,
     add_common,
     chosen_by,
     logits_of_row,
@@ -22,6 +23,7 @@ from overlap_spec_kernels.experts.route import (
     router_logits_reference,
     row_of_program,
     with_common,
+    written,
 )
 from overlap_spec_kernels.experts.sum_of_experts import Routing
 from overlap_spec_kernels.language import tl
@@ -56,7 +58,7 @@ class Grouping:
 
 
 def best_of_groups(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
+    x: Rows, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
     common: Common | None = None,
 ) -> Routing:  # fmt: skip
     """A row's `top_k` experts of highest score within its best groups; of equal ones those of lower index.
@@ -74,9 +76,10 @@ def best_of_groups(
     require(num_experts % grouping.num_groups == 0, "grouping", "groups of equal size")
     fits = correction is None or (correction.shape == weight.shape[:1] and correction.is_contiguous())
     require(fits, "correction", "[E], contiguous")
-    require_common(x, common)
-    run = _best_of_groups_triton if runs_triton(x) else best_of_groups_reference
-    return run(x, weight, top_k, normalised, grouping, correction, common)
+    require_common(written(x), common)
+    if runs_triton(weight):
+        return _best_of_groups_triton(x, weight, top_k, normalised, grouping, correction, common)
+    return best_of_groups_reference(written(x), weight, top_k, normalised, grouping, correction, common)
 
 
 def best_of_groups_reference(
@@ -106,7 +109,7 @@ def _of_best_groups(rated: Tensor, grouping: Grouping) -> Tensor:
 
 
 def _best_of_groups_triton(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
+    x: Rows, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None,
     common: Common | None = None,
 ) -> Routing:  # fmt: skip
     is_whole = grouping.kept_groups == grouping.num_groups
@@ -131,19 +134,23 @@ def _best_of_groups_triton(
 @TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def _best_of_groups_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
-    correction_ptr: tl.tensor, scale: float, experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor,
-    common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr,
-    TOP_K: tl.constexpr, COMMON: tl.constexpr,
-    NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, correction_ptr: tl.tensor, scale: float,
+    experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOP_K: tl.constexpr, COMMON: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The choice of a row; NaN is before all others, as torch sorts it. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
-    )
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
+        SQUARES, BLOCK_S, BLOCK_K, PDL,
+    )  # fmt: skip
     if row >= 0:
-        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
+        first = add_common(
+            x_ptr, x_stride, row, num_rows, squares_ptr, eps, experts_ptr, weights_ptr, share_ptr, common, SIZE_K,
+            TOP_K, COMMON, SQUARES, BLOCK_S,
+        )  # fmt: skip
         logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS

@@ -29,7 +29,9 @@ from overlap_spec_kernels.launch import (
     require,
     runs_triton,
     shared_words,
+    warps_for,
 )
+from overlap_spec_kernels.norm.normed import Normed, Unscaled, scale_of_row
 
 _FEW_ROWS, _MANY_ROWS = 32, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
@@ -48,8 +50,11 @@ class Common(NamedTuple):
     share: Tensor | None = None  # [1, H]: its weight is the sigmoid of x times this; None: it is 1
 
 
+Rows = Tensor | Unscaled  # [T, H]; what is unscaled the router scales, and writes
+
+
 def route(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
+    x: Rows, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
 ) -> Routing:
     """Softmax over all experts, of which a row takes the `top_k` most probable; of equal ones those of lower index.
 
@@ -62,8 +67,24 @@ def route(
     require(1 <= top_k <= weight.shape[0], "top_k", "1 to the number of experts")
     fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
     require(fits, "bias", "[E], contiguous, the dtype of weight")
-    require_common(x, common)
-    return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias, common)
+    require_common(written(x), common)
+    if runs_triton(weight):
+        return _route_triton(x, weight, top_k, normalised, bias, common)
+    return route_reference(written(x), weight, top_k, normalised, bias, common)
+
+
+def written(x: Rows) -> Tensor:
+    """The rows, which a kernel may not have scaled yet. Shapes: -> [T, H]."""
+    return x.rows if isinstance(x, Unscaled) else x
+
+
+def rows_to_route(x: Normed, num_experts: int) -> Rows:
+    """What a router takes: one row on a GPU is scaled by the router itself, where it adds up squares as others do."""
+    block, size = next_power_of_2(num_experts), x.weighted.shape[1]
+    one = len(x.weighted) == 1 and x.squares is not None and runs_triton(x.weighted)
+    if one and warps_of_choice(block) == warps_for(next_power_of_2(size)):
+        return Unscaled(x, torch.empty_like(x.values, memory_format=torch.contiguous_format))
+    return x.normalised()
 
 
 def require_common(x: Tensor, common: Common | None) -> None:
@@ -74,8 +95,9 @@ def require_common(x: Tensor, common: Common | None) -> None:
         require(share.dtype == x.dtype, "share", "the dtype of x")
 
 
-def require_router(x: Tensor, weight: Tensor) -> None:
+def require_router(rows: Rows, weight: Tensor) -> None:
     """Raises: ValueError naming the argument."""
+    x = written(rows)
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
     require(weight.shape[1:] == x.shape[1:] and weight.is_contiguous(), "weight", "[E, H], contiguous")
     require(weight.dtype == x.dtype and weight.shape[0] <= _MAX_EXPERTS, "weight", "the dtype of x, at most 1024 rows")
@@ -112,20 +134,23 @@ def with_common(routing: Routing, x: Tensor, common: Common | None) -> Routing:
 
 
 def _route_triton(
-    x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
+    x: Rows, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
 ) -> Routing:
     given = (weight if bias is None else bias,)
     return chosen_by(_route_kernel, x, weight, top_k, given, common, NORMALISED=normalised, BIASED=bias is not None)
 
 
 def chosen_by(
-    kernel: TritonKernel, x: Tensor, weight: Tensor, top_k: int, arguments: tuple[Any, ...], common: Common | None,
+    kernel: TritonKernel, rows: Rows, weight: Tensor, top_k: int, arguments: tuple[Any, ...], common: Common | None,
     **constants: Any,
 ) -> Routing:  # fmt: skip
     """Launch a kernel that begins with `row_of_program`, and after its own arguments has what `add_common` takes.
 
     Shapes: x [T, H], weight [E, H] -> [T, top_k] twice, or one column more. Sync: never.
     """
+    x, squares, out, eps = written(rows), None, None, 0.0
+    if isinstance(rows, Unscaled):
+        (_, x, squares, eps), out = rows
     (num_rows, size), num_experts = x.shape, len(weight)
     parts, tiles, is_alone = ceil_div(size, _PART), ceil_div(num_experts, _BLOCK), num_rows <= _FEW_ROWS
     share = min(next_power_of_2(parts * tiles // _PROGRAMS), _MOST_SHARE)
@@ -141,6 +166,9 @@ def chosen_by(
         partial,
         x.stride(0),
         num_rows,
+        squares,
+        out,
+        eps,
         *arguments,
         experts,
         weights,
@@ -150,6 +178,8 @@ def chosen_by(
         EXPERTS=num_experts,
         PARTS=parts if is_alone else len(partial),
         SHARE=share if is_alone else 0,
+        SQUARES=0 if squares is None else len(squares),
+        BLOCK_S=1 if squares is None else next_power_of_2(len(squares)),
         TOP_K=top_k,
         COMMON=0 if common is None else next_power_of_2(size),
         BLOCK=block,
@@ -228,10 +258,13 @@ def router_logits_kernel(
 @TritonKernel
 def row_of_program(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, BLOCK_K: tl.constexpr,
+    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The row that this program chooses for, after it has waited for its inputs; below 0: none.
+
+    SQUARES: sums of which x's one row is scaled; programs of the first experts write it. 0: x is as it is.
 
     SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there. Shapes: -> [].
     """
@@ -250,6 +283,11 @@ def row_of_program(
             own = (program // (RUNS * TILES) * 16 + tl.arange(0, 16)[None, :, None]).to(tl.int64)
             k = part * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
             x = tl.load(x_ptr + own * x_stride + k, mask=(own < num_rows) & (k < SIZE_K), other=0.0)
+            if SQUARES > 0:
+                scale = scale_of_row(squares_ptr, num_rows, SQUARES, SIZE_K, eps, BLOCK_S)
+                x = (x.to(tl.float32) * scale).to(x.dtype)
+                first = program // RUNS % TILES == 0
+                tl.store(rows_ptr + own * SIZE_K + k, x, mask=(own < num_rows) & (k < SIZE_K) & first)
             logits = tl.dot(x, w, input_precision="ieee")
             place = partial_ptr + (part * num_rows + own) * EXPERTS + expert
             tl.store(place, logits, mask=(own < num_rows) & (part < PARTS) & (expert < EXPERTS))
@@ -263,8 +301,9 @@ def row_of_program(
 
 @TritonKernel
 def add_common(
-    x_ptr: tl.tensor, x_stride: int, row: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr,
+    x_ptr: tl.tensor, x_stride: int, row: tl.tensor, num_rows: int, squares_ptr: tl.tensor, eps: float,
+    experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr,
+    TOP_K: tl.constexpr, COMMON: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The first place of a row, behind whose own experts one is written that all rows have.
 
@@ -277,7 +316,11 @@ def add_common(
         if share_ptr is not None:
             column = tl.arange(0, COMMON)
             share = tl.load(share_ptr + column, mask=column < SIZE_K, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=column < SIZE_K, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=column < SIZE_K, other=0.0)
+            if SQUARES > 0:
+                scale = scale_of_row(squares_ptr, num_rows, SQUARES, SIZE_K, eps, BLOCK_S)
+                x = (x.to(tl.float32) * scale).to(x.dtype)
+            x = x.to(tl.float32)
             weight = 1.0 / (1.0 + tl.exp(-tl.sum(x * share, axis=0)))
         tl.store(experts_ptr + place + TOP_K, common)
         tl.store(weights_ptr + place + TOP_K, weight)
@@ -366,17 +409,23 @@ def _rank_in_pairs(values: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "common"))
 def _route_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int, bias_ptr: tl.tensor,
-    experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr,
-    EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr,
-    NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
+    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, bias_ptr: tl.tensor, experts_ptr: tl.tensor,
+    weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
+    COMMON: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The choice of a row; NaN is before all others. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, SIZE_K, EXPERTS, PARTS, SHARE, BLOCK_K, PDL
-    )
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
+        SQUARES, BLOCK_S, BLOCK_K, PDL,
+    )  # fmt: skip
     if row >= 0:
-        first = add_common(x_ptr, x_stride, row, experts_ptr, weights_ptr, share_ptr, common, SIZE_K, TOP_K, COMMON)
+        first = add_common(
+            x_ptr, x_stride, row, num_rows, squares_ptr, eps, experts_ptr, weights_ptr, share_ptr, common, SIZE_K,
+            TOP_K, COMMON, SQUARES, BLOCK_S,
+        )  # fmt: skip
         logits = logits_of_row(partial_ptr, row, num_rows, EXPERTS, PARTS, SHARE, BLOCK)
         expert = tl.arange(0, BLOCK)
         known = expert < EXPERTS

@@ -6,7 +6,8 @@ reads it multiplies its own result, which is linear in the row, by the scale
 
     norm(v) = scale(v) * (v * weight)        scale(v) = 1 / sqrt(mean(v^2) + eps)
 
-Where more than one kernel reads the row (a mixture's router and its experts), one launch applies the scale before them.
+Where more than one kernel reads the row (a mixture's router and its experts), one launch applies the scale before them,
+or the first of them leaves the scaled row for the others (`Unscaled`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class Normed(NamedTuple):
         if self.squares is None:
             return self.weighted
         return (_normalised_triton if runs_triton(self.weighted) else normalised_reference)(self, self.squares)
+
+
+class Unscaled(NamedTuple):
+    """Rows that the kernel which reads them first will scale, and write."""
+
+    of: Normed  # has `squares`
+    rows: Tensor  # [T, H]
 
 
 def rows_of(x: Tensor | Normed) -> Tensor:
@@ -85,10 +93,19 @@ def _normalised_kernel(
 ) -> None:  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    column, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
+    column = tl.arange(0, BLOCK)
     inside = column < size
     wait_for_inputs(PDL)
-    squares = tl.load(squares_ptr + part * squares_stride + row, mask=part < num_parts, other=0.0)
     x = tl.load(weighted_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + eps)
+    scale = scale_of_row(squares_ptr + row, squares_stride, num_parts, size, eps, BLOCK_P)
     tl.store(out_ptr + row * size + column, x * scale, mask=inside)
+
+
+@TritonKernel
+def scale_of_row(
+    squares_ptr: tl.tensor, stride: int, num_parts: int, size: int, eps: float, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """From its sums of squares. Programs of as many warps add them in the same order. Shapes: -> []."""
+    part = tl.arange(0, BLOCK)
+    squares = tl.load(squares_ptr + part * stride, mask=part < num_parts, other=0.0)
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + eps)

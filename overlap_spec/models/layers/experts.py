@@ -28,7 +28,7 @@ from overlap_spec_kernels import (
     route,
     sum_of_experts,
 )
-from overlap_spec_kernels.experts.route import Common
+from overlap_spec_kernels.experts.route import Common, Rows, rows_to_route, written
 from overlap_spec_kernels.norm.silu_mul import mul_by_share
 from torch import Tensor
 
@@ -48,7 +48,7 @@ class Choice(Protocol):
     def top_k(self) -> int:
         """Experts of a row."""
 
-    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+    def __call__(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
         """`common`: the last one of every row. Shapes: x [T, H], weight [E, H]. Sync: never."""
 
 
@@ -60,7 +60,7 @@ class MostProbable:
     normalised: bool  # a row's weights add up to 1: the softmax of its chosen experts alone
     bias: Tensor | None = None  # [E], of logits
 
-    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+    def __call__(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
         """See `Choice`."""
         return route(x, weight, self.top_k, self.normalised, self.bias, common)
 
@@ -74,7 +74,7 @@ class BestOfGroups:
     grouping: Grouping
     correction: Tensor | None = None  # [E] f32 or f64
 
-    def __call__(self, x: Tensor, weight: Tensor, common: Common | None = None) -> Routing:
+    def __call__(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
         """See `Choice`."""
         return best_of_groups(x, weight, self.top_k, self.normalised, self.grouping, self.correction, common)
 
@@ -96,7 +96,7 @@ class Router:
         """What it reads and computes."""
         return product_work(count_bytes(self), self.weight.numel())
 
-    def __call__(self, x: Tensor, common: Common | None = None) -> Routing:
+    def __call__(self, x: Rows, common: Common | None = None) -> Routing:
         """Shapes: x [T, H]. Sync: never."""
         return self.choice(x, self.weight, common)
 
@@ -267,19 +267,21 @@ class MixtureMLP:
                 return self.communicator.all_reduce_add(self._partial(x), x.values, norm)
             return norm.enter(x.values + self(x))
         rows, of_shared = self._prepared(x)
-        return self.experts.add(rows, self._route(rows), x.values, norm, of_shared)
+        routing = self._route(rows)
+        return self.experts.add(written(rows), routing, x.values, norm, of_shared)
 
     def _partial(self, x: Normed) -> Tensor:
         """This rank's part of the sum. Shapes: [T, H] -> [T, H]."""
         rows, of_shared = self._prepared(x)
-        return with_shared(self.experts(rows, self._route(rows)), of_shared)
+        routing = self._route(rows)
+        return with_shared(self.experts(written(rows), routing), of_shared)
 
-    def _prepared(self, x: Normed) -> tuple[Tensor, Tensor | None]:
-        """The normalised rows, and what the shared expert makes of them. Shapes: [T, H]."""
-        rows = normalised(x)
-        return rows, None if self.shared is None else self._of_shared(self.shared, x, rows)
+    def _prepared(self, x: Normed) -> tuple[Rows, Tensor | None]:
+        """The normalised rows, which the router writes, and what the shared expert makes of them. Shapes: [T, H]."""
+        rows = rows_to_route(x, self.router.num_experts)
+        return rows, None if self.shared is None else self._of_shared(self.shared, x, written(rows))
 
-    def _route(self, rows: Tensor) -> Routing:
+    def _route(self, rows: Rows) -> Routing:
         """Shapes: [T, H] -> experts and weights [T, k]."""
         routing = self.router(rows, self.experts.common)
         if self.noted.is_wanted:

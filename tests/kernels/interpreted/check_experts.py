@@ -22,6 +22,7 @@ from overlap_spec_kernels.experts.experts_mlp import (
 from overlap_spec_kernels.experts.products import Clamp, Places, group_kernel, tile_of
 from overlap_spec_kernels.experts.route import (
     Common,
+    Rows,
     _partial_logits,
     _route_triton,
     route_reference,
@@ -30,7 +31,7 @@ from overlap_spec_kernels.experts.route import (
 )
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
-from overlap_spec_kernels.norm.normed import Norm, Normed, _normalised_triton, normalised_reference
+from overlap_spec_kernels.norm.normed import Norm, Normed, Unscaled, _normalised_triton, normalised_reference
 from overlap_spec_kernels.norm.silu_mul import gelu_mul
 from support.dots_in_order import dots_in_order
 from support.quantized_cases import Case, weight_of
@@ -303,6 +304,23 @@ def test_an_expert_that_all_rows_have(num_rows: int, shared: bool) -> None:
     ):
         assert torch.equal(found.experts, expected.experts) and found.experts.shape == (num_rows, 4)
         torch.testing.assert_close(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("rated", [False, True])
+@pytest.mark.parametrize("size", [160, 256])
+def test_a_router_scales_one_row_and_writes_it(size: int, rated: bool) -> None:
+    """Of an expert that all rows have, too; with the bits of the launch that scales rows."""
+    num_experts, common = 12, Common(12, torch.randn(1, size).bfloat16())
+    weight, weighted = torch.randn(num_experts, size).bfloat16(), torch.randn(1, size).bfloat16()
+    x = Normed(weighted, weighted, torch.rand(9, 1) * size, 0.1)
+    rows = Unscaled(x, torch.full_like(weighted, torch.nan))
+    choose: Callable[[Rows], Routing] = lambda given: _route_triton(given, weight, 3, True, common=common)  # noqa: E731
+    if rated:
+        grouping = Grouping(sigmoid_scores)
+        choose = lambda given: _best_of_groups_triton(given, weight, 3, True, grouping, common=common)  # noqa: E731
+    found, scaled = choose(rows), _normalised_triton(x, x.squares)
+    assert torch.equal(rows.rows, scaled)
+    assert all(torch.equal(one, other) for one, other in zip(found, choose(scaled), strict=True))
 
 
 @pytest.mark.parametrize("num_rows", [530, 4100])
