@@ -10,6 +10,7 @@ from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_devic
 from overlap_spec_kernels.attention import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.short_decode import Step, parts_of, takes
+from overlap_spec_kernels.norm.norm_heads import HeadNorms, norm_heads_reference
 from overlap_spec_kernels.nvrtc import runs_hopper
 from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_reference
 from support.poisoned_memory import NANS, poison_shared_memory
@@ -58,11 +59,26 @@ def drawn(heads: HeadShape, width: int, lengths: list[int], page_size: int) -> D
     return decode_inputs(heads, width, lengths, page_size, BFLOAT, spare)
 
 
-def attended(inputs: DecodeInputs, read_before_wait: bool = False) -> Tensor:
+def attended(inputs: DecodeInputs, read_before_wait: bool = False, norms: HeadNorms | None = None) -> Tensor:
     *tensors, scale = inputs
     assert all(takes(part, None) for part in parts_of(Step(*tensors)))
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), 1)
-    return decode_attention(*tensors, scratch, scale, read_before_wait)
+    return decode_attention(*tensors, scratch, scale, read_before_wait, norms=norms)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float32])
+@pytest.mark.parametrize(("heads", "width", "page_size"), SHAPES)
+def test_heads_get_their_norms(heads: HeadShape, width: int, page_size: int, dtype: torch.dtype) -> None:
+    """Of queries and keys, before all else."""
+    poison_shared_memory(NANS["of all bits"])
+    inputs = drawn(heads, width, [300], page_size)
+    query, key = (torch.rand(heads.head_dim).to(dtype) + 0.5 for _ in range(2))
+    given, norms = on_gpu(inputs), HeadNorms(query.cuda(), key.cuda(), 0.01)
+    norm_heads_reference(inputs.qkv, query, key, heads.num_kv_heads, norms.eps)
+    out, k_cache, _ = decode_reference(inputs)
+    actual = attended(given, read_before_wait=True, norms=norms)
+    torch.testing.assert_close(actual.cpu().float(), out, **CLOSE[BFLOAT])
+    torch.testing.assert_close(given.k_cache.cpu(), k_cache, equal_nan=True, **CLOSE[BFLOAT])
 
 
 @pytest.mark.parametrize("read_before_wait", [False, True])

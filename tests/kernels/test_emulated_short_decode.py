@@ -16,6 +16,7 @@ from emulators.cuda import CudaEmulator, EmulatorError, guarded
 from kernel_cases.inputs import HeadShape, decode_inputs
 from overlap_spec_kernels.attention import short_decode as module
 from overlap_spec_kernels.attention.short_decode import Step, cluster_size
+from overlap_spec_kernels.norm.norm_heads import HeadNorms, norm_heads_reference
 from support.attention_cases import BFLOAT, CLOSE, decode_reference
 
 LLAMA, SMALL_LLAMA, SMOL, ALONE = HeadShape(8, 2, 128), HeadShape(6, 2, 128), HeadShape(9, 3, 64), HeadShape(1, 1, 128)
@@ -75,13 +76,17 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     module._kernel.cache_clear()
 
 
-def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool) -> None:
+def check(
+    emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool, norms: HeadNorms | None = None
+) -> None:
     inputs = decode_inputs(case.heads, case.width, case.lengths, case.page_size, BFLOAT, case.spare)
     step = Step(*(guarded(tensor) for tensor in inputs[:6]))
     emulator.seed = seed
     emulator.written_before = [step.qkv] if read_before_wait else [step.qkv, step.positions]
+    if norms is not None:
+        norm_heads_reference(inputs.qkv, norms.query, norms.key, case.heads.num_kv_heads, norms.eps)
     out, k_cache, v_cache = decode_reference(inputs)
-    actual = module.attend(module.parts_of(step), inputs.scale, read_before_wait)
+    actual = module.attend(module.parts_of(step), inputs.scale, read_before_wait, norms)
     torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.k_cache, k_cache, equal_nan=True, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
@@ -95,6 +100,14 @@ def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
     for seed in range(2):
         check(emulator, case, seed, read_before_wait=seed == 0)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2]], ids=str)
+def test_heads_get_their_norms(emulator: CudaEmulator, case: Case) -> None:
+    """Of every size, by weights of both types."""
+    for seed, dtype in enumerate((BFLOAT, torch.float32)):
+        query, key = (torch.rand(case.heads.head_dim).to(dtype) + 0.5 for _ in range(2))
+        check(emulator, case, seed, read_before_wait=seed == 0, norms=HeadNorms(query, key, 0.01))
 
 
 @pytest.mark.full_but_every(3)

@@ -10,6 +10,7 @@ from kernel_cases.inputs import HeadShape
 from overlap_spec_kernels.attention import short_decode as module
 from overlap_spec_kernels.attention.short_decode import Step, attend, cluster_size, parts_of, takes
 from overlap_spec_kernels.nvrtc import CudaCode
+from torch import Tensor
 
 BFLOAT = torch.bfloat16
 LLAMA, LLAMA_3B, SMOL = HeadShape(32, 8, 128), HeadShape(24, 8, 128), HeadShape(9, 3, 64)
@@ -68,7 +69,11 @@ def test_a_window_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = parts_of(whole)
     assert (first.width, second.width) == (2, 1) and takes(first, None) and takes(second, None)
     launched: list[tuple[int, int, bool]] = []
-    monkeypatch.setattr(module, "_attend", lambda part, out, _, early: launched.append((part.width, len(out), early)))
+
+    def launch(part: Step, out: Tensor, _: float, early: bool, norms: object) -> None:
+        launched.append((part.width, len(out), early))
+
+    monkeypatch.setattr(module, "_attend", launch)
     assert attend((first, second), 1.0, True).shape == (3, 32 * 128) and launched == [(2, 2, True), (1, 1, False)]
     assert second.qkv.storage_offset() == 2 * whole.qkv.stride(0) and second.positions.storage_offset() == 2
     for other in (step(qwen, width=5), step(qwen, requests=2, width=4), step(qwen, width=2)):
@@ -113,13 +118,13 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
 @pytest.mark.slow_but_every(6)
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
-    ("heads", "width", "page_size", "cluster"),
-    [(LLAMA, 4, 16, 8), (LLAMA_3B, 5, 64, 4), (SMOL, 1, 16, 2), (NEXT, 2, 16, 8)],
+    ("heads", "width", "page_size", "cluster", "normed"),
+    [(LLAMA, 4, 16, 8, 0), (LLAMA_3B, 5, 64, 4, 16), (SMOL, 1, 16, 2, 32), (NEXT, 2, 16, 8, 16)],
 )
-def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int) -> None:
+def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int, normed: int) -> None:
     num_heads, kv_heads, dim = heads
     shapes = f"WIDTH={width}", f"GROUP={num_heads // kv_heads}", f"KV_HEADS={kv_heads}", f"HEAD={dim}"
     division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES[dim]}", f"CLUSTER={cluster}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1"))._compile()
+        assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1", f"NORMED={normed}"))._compile()

@@ -42,6 +42,7 @@ from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.short_decode import Step, attend, parts_of, takes
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
 from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
+from overlap_spec_kernels.norm.norm_heads import HeadNorms, norm_heads
 
 _MAX_BLOCK_M = 64  # rows times heads of a tile
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
@@ -133,6 +134,7 @@ def decode_attention(
     shares: Tensor | None = None,
     sinks: Tensor | None = None,
     writes: bool = True,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
@@ -145,7 +147,8 @@ def decode_attention(
     read before the wait for the kernels before this one (PDL); only qkv is read after it. shares: of `divide_keys`, for
     the same requests in the same order, read when positions are. With a window, on a CPU and in short page tables it is
     of no use. sinks: a logit of each head that takes part in its softmax and adds nothing. Without `writes` qkv has
-    queries alone, and k and v of the rows are in the cache. They are read after the wait.
+    queries alone, and k and v of the rows are in the cache. They are read after the wait. norms: of q and k, before all
+    else (`norm_heads`); qkv may be overwritten.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
     page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64, sinks [nq] -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
@@ -159,10 +162,7 @@ def decode_attention(
     group, rest = divmod(qkv.shape[1] - 2 * writes * num_kv_heads * head_dim, num_kv_heads * head_dim)
     require(rest == 0 and 1 <= group <= MAX_GROUP, "qkv", "1 to 16 query heads for each head of the cache")
     require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
-    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
-    require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
-    require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
-    require(positions.is_contiguous(), "positions", "contiguous")
+    _require_places(positions, page_table, num_rows)
     width, rest = divmod(num_rows, num_requests)
     require(rest == 0 and 1 <= width <= MAX_CHAIN_WIDTH, "page_table", "B requests of the same 1 to 16 rows each")
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
@@ -171,12 +171,22 @@ def decode_attention(
     require(is_table, "shares", "[S] int64, more than requests")
     require_sinks(sinks, group * num_kv_heads)
     inputs = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
+    parts = parts_of(Step(*inputs)) if writes and runs_triton(qkv) else ()
+    if parts and all(takes(part, window, sinks) for part in parts):
+        return attend(parts, scale, read_before_wait, norms)
+    if norms is not None:
+        norm_heads(qkv, norms.query, norms.key, num_kv_heads, norms.eps)
     if not runs_triton(qkv):
         return decode_attention_reference(*inputs, scale, window, scales, sinks, writes)
-    parts = parts_of(Step(*inputs)) if writes else ()
-    if parts and all(takes(part, window, sinks) for part in parts):
-        return attend(parts, scale, read_before_wait)
     return _decode_attention_triton(*inputs, scratch, scale, read_before_wait, window, scales, shares, sinks, writes)
+
+
+def _require_places(positions: Tensor, page_table: Tensor, num_rows: int) -> None:
+    """Raises: ValueError naming the argument."""
+    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
+    require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
+    require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
+    require(positions.is_contiguous(), "positions", "contiguous")
 
 
 def decode_attention_reference(

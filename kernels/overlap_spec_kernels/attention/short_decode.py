@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.norm.norm_heads import HeadNorms
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "short_decode.cu"
@@ -46,7 +47,10 @@ class _Work(ctypes.Structure):
         ("k_cache", ctypes.c_void_p),
         ("v_cache", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
         ("scale_log2", ctypes.c_float),
+        ("eps", ctypes.c_float),
         ("qkv_stride", ctypes.c_int),
         ("table_stride", ctypes.c_int),
         ("table_columns", ctypes.c_int),
@@ -114,17 +118,17 @@ def cluster_size(step: Step) -> int | None:
     return size if units * size <= _MOST_PROGRAMS else None
 
 
-def attend(parts: Sequence[Step], scale: float, read_before_wait: bool) -> Tensor:
+def attend(parts: Sequence[Step], scale: float, read_before_wait: bool, norms: HeadNorms | None = None) -> Tensor:
     """Write the rows' k and v, and attend, as `decode_attention`. Shapes: -> [T, nq * d]. Sync: never."""
     first, counts = parts[0], [len(part.qkv) for part in parts]
     _, _, kv_heads, head_dim = first.k_cache.shape
     out = first.qkv.new_empty((sum(counts), kv_heads * first.group * head_dim))
     for part, rows in zip(parts, out.split(counts), strict=True):  # keys of a part before are written until the wait
-        _attend(part, rows, scale, read_before_wait and part is first)
+        _attend(part, rows, scale, read_before_wait and part is first, norms)
     return out
 
 
-def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool) -> None:
+def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None) -> None:
     """Shapes: out [T, nq * d]."""
     num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
     size = cluster_size(step)
@@ -139,9 +143,11 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool) -> No
         f"STAGES={_STAGES[head_dim]}",
         f"CLUSTER={size}",
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
+        f"NORMED={0 if norms is None else 8 * norms.query.element_size()}",
     )
     work = _Work(
-        *(tensor.data_ptr() for tensor in (*step, out)),
+        *(tensor.data_ptr() for tensor in (*step, out, *(() if norms is None else (norms.query, norms.key)))),
+        eps=0.0 if norms is None else norms.eps,
         scale_log2=scale * _LOG2_E,
         qkv_stride=step.qkv.stride(0),
         table_stride=step.page_table.stride(0),

@@ -5,6 +5,8 @@ A row of qkv has n query heads, nkv key heads and nkv value heads. Queries and k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,26 @@ from overlap_spec_kernels.launch import (
 from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 4
+
+
+class HeadNorms(NamedTuple):
+    """Of queries and keys."""
+
+    query: Tensor  # [d]
+    key: Tensor  # [d]
+    eps: float
+
+
+class UnnormedHeads(NamedTuple):
+    """Heads that get their norms from the attention that reads them first."""
+
+    qkv: Tensor  # [T, (n + 2 nkv) d]
+    norms: HeadNorms
+    num_kv_heads: int
+
+    def normed(self) -> Tensor:
+        """The same tensor, after `norm_heads`. Sync: never."""
+        return norm_heads(self.qkv, self.norms.query, self.norms.key, self.num_kv_heads, self.norms.eps)
 
 
 def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:

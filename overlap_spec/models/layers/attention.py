@@ -37,6 +37,7 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention_refer
 from overlap_spec_kernels.attention.paged_chunks import takes_heads
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference, rotate_heads
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
+from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks, near_keys, starts_on_cpu
@@ -311,12 +312,19 @@ class PagedAttention:
         """What rows find in a layer that recurs (`gated_delta.py`); here is none."""
         raise AssertionError("no layer recurs")
 
-    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+    def __call__(
+        self, index: int, qkv: Tensor | UnnormedHeads, rows: RowBatch, read_before_wait: bool = False
+    ) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
 
         `read_before_wait`: positions and pages were written before the launch that this one may overlap.
         Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d], [B, n d] with `rows.read`.
         """
+        norms = None
+        if isinstance(qkv, UnnormedHeads):
+            is_decode = rows.tree is None and rows.cache_rows is None and not (rows.parts or self._choice.places_rows)
+            is_read_here = is_decode and qkv.qkv.is_cuda and self._layers[index].shape.reads is None
+            qkv, norms = (qkv.qkv, qkv.norms) if is_read_here else (qkv.normed(), None)
         if rows.parts:
             pieces = qkv.split([len(part.positions) for part in rows.parts])
             outputs = [
@@ -346,6 +354,7 @@ class PagedAttention:
                 rows.shares,
                 layer.shape.sinks,
                 own,
+                norms,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None

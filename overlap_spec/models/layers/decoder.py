@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from overlap_spec_kernels import Normed
+from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from overlap_spec_kernels.norm.silu_mul import mul_by_gates
 from torch import Tensor
 
@@ -18,15 +19,15 @@ from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.attention import AttentionShape, LayerShape, PagedAttention
 from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.layers.mlp import MLP
-from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.layers.norm import HeadNormLinear, Norm
 from overlap_spec.models.work import ForwardWork, attention_work, total_work
 
 
 class Attend(Protocol):
     """One layer's attention in one forward, of T rows, of which the R that are read go on: all, but in a last layer."""
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Rotate, store and attend. Shapes: [T, (n + 2 nkv) d] -> [R, n d]."""
+    def __call__(self, qkv: Tensor | UnnormedHeads) -> Tensor:
+        """Norm heads that are to be, rotate, store and attend. Shapes: [T, (n + 2 nkv) d] -> [R, n d]."""
 
     def recurred(self, projected: Tensor, gates: Tensor | None) -> Tensor:
         """See `PagedAttention.recurred`."""
@@ -53,7 +54,7 @@ class LayerAttention:
     def added(self) -> Tensor | None:
         return None if self.of_tokens is None else self.kept(self.of_tokens)
 
-    def __call__(self, qkv: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor | UnnormedHeads) -> Tensor:
         return self.attention(self.index, qkv, self.rows, self.read_before_wait)
 
     def recurred(self, projected: Tensor, gates: Tensor | None) -> Tensor:
@@ -126,7 +127,7 @@ class SelfAttention:
 
     def _attended(self, x: Normed, attend: Attend) -> Tensor:
         """What the second linear reads. Shapes: [T, H] -> [R, n d]."""
-        return attend(self.qkv(x))
+        return attend(self.qkv.unnormed(x)[1] if isinstance(self.qkv, HeadNormLinear) else self.qkv(x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from overlap_spec_kernels import LatentScratch, Normed, latent_attention, latent
 from overlap_spec_kernels.attention.kv_format import write_rows
 from overlap_spec_kernels.attention.latent_heads import in_halves, latent_heads
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write_reference
+from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -167,9 +168,11 @@ class PagedLatents(PagedAttention):
     def placed(self, rows: RowBatch) -> RowBatch:
         return rows  # its kernels find the places of windows, whatever was chosen
 
-    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+    def __call__(
+        self, index: int, qkv: Tensor | UnnormedHeads, rows: RowBatch, read_before_wait: bool = False
+    ) -> Tensor:
         """See `PagedAttention`. Shapes: qkv [T, (n + 1) (r + dr)] -> [T, n r], [B, n r] with `rows.read`."""
-        if rows.parts or self._choice.torch_only:
+        if rows.parts or self._choice.torch_only or isinstance(qkv, UnnormedHeads):
             return super().__call__(index, qkv, rows, read_before_wait)
         layer = self._layers[index]
         heads = qkv.view(len(qkv), -1, layer.shape.head_dim)

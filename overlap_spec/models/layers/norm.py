@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from overlap_spec_kernels import Norm as KernelNorm, Normed, add_rms_norm, norm_heads, rms_norm
+from overlap_spec_kernels import Norm as KernelNorm, Normed, add_rms_norm, rms_norm
 from overlap_spec_kernels.launch import runs_triton
+from overlap_spec_kernels.norm.norm_heads import HeadNorms, UnnormedHeads
 from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
 from torch import Tensor
 
@@ -133,9 +134,15 @@ class HeadNormLinear:
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, H] -> [T, m + (n + 2 nkv) d]."""
-        columns = self.qkv(x)
-        norm_heads(columns[:, self.before :], self.query, self.key, self.num_kv_heads, self.eps)
+        columns, heads = self.unnormed(x)
+        heads.normed()
         return columns
+
+    def unnormed(self, x: Tensor | Normed) -> tuple[Tensor, UnnormedHeads]:
+        """The same before the norms, and the heads in it, which their attention may norm."""
+        columns = self.qkv(x)
+        norms = HeadNorms(self.query, self.key, self.eps)
+        return columns, UnnormedHeads(columns[:, self.before :], norms, self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)

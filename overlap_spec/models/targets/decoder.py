@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import HeadsArgument, Normed
+from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
@@ -50,8 +51,11 @@ class HybridAttention(PagedAttention):
     def heads_on_cpu(self, index: int) -> HeadsArgument | None:
         return None if index in self._recurs else super().heads_on_cpu(self._paged[index])
 
-    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+    def __call__(
+        self, index: int, qkv: Tensor | UnnormedHeads, rows: RowBatch, read_before_wait: bool = False
+    ) -> Tensor:
         if rows.parts:
+            qkv = qkv.normed() if isinstance(qkv, UnnormedHeads) else qkv
             pieces = zip(qkv.split([len(part.positions) for part in rows.parts]), rows.parts, strict=True)
             return torch.cat([self(index, piece, part, read_before_wait) for piece, part in pieces])
         return super().__call__(self._paged[index], qkv, rows, read_before_wait)

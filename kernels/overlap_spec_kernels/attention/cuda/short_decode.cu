@@ -19,7 +19,8 @@ struct Work {
     u16* k_cache;                // [pages, PAGE_SIZE, KV_HEADS, HEAD]
     u16* v_cache;
     u16* out;  // [T, KV_HEADS * GROUP * HEAD]
-    float scale_log2;
+    const void *q_norm, *k_norm;  // [HEAD], if NORMED
+    float scale_log2, eps;
     int qkv_stride, table_stride, table_columns;
 };
 
@@ -140,13 +141,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int step = 0; step < STAGES; ++step) ring.ask(work, part, warp, step);
     Rotated<GROUP> q;
     NewRows rows;
-    q.ask_angles(work, part);
+    q.ask_angles(work, part, work.q_norm);
     if (part.takes_new()) rows.ask_places(work, part);
     if (READ_BEFORE_WAIT) wait_for_kernels_before();
     let_next_begin();  // now that all keys are asked for, which what it copies will not be ahead of
     q.ask(work, part, part.kv_head * GROUP);
     if (part.takes_new()) rows.ask(work, part);
-    q.place(memory);
+    q.place(memory, work);
     if (part.takes_new()) rows.place(memory + NEW_AT, work, part);
     __syncthreads();
     Sums sums;

@@ -22,6 +22,51 @@ __device__ __forceinline__ void rotate(uint4& low, uint4& high, const Angles& an
     rotate2(low.w, high.w, angles.cos[1].z, angles.cos[1].w, angles.sin[1].z, angles.sin[1].w);
 }
 
+// NORMED: 0, or the bits of a weight of the norms that heads of q and k get before they are rotated.
+struct HeadNorm {
+    float low[8], high[8];
+
+    __device__ __forceinline__ static void take(float (&to)[8], const void* weight, int first) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            to[i] = NORMED == 32 ? static_cast<const float*>(weight)[first + i]
+                                 : low_of(static_cast<const u16*>(weight)[first + i]);
+    }
+
+    __device__ __forceinline__ void ask(const void* weight, int piece) {
+        if constexpr (NORMED == 0) return;
+        take(low, weight, piece * 8);
+        take(high, weight, piece * 8 + HEAD / 2);
+    }
+
+    __device__ __forceinline__ static float squares(const uint4& piece) {
+        u32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sum = fmaf(low_of(pairs[i]), low_of(pairs[i]), fmaf(high_of(pairs[i]), high_of(pairs[i]), sum));
+        return sum;
+    }
+
+    __device__ __forceinline__ static void scale_piece(uint4& piece, float scale, const float (&weight)[8]) {
+        u32* pairs[4] = {&piece.x, &piece.y, &piece.z, &piece.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            *pairs[i] = round2(low_of(*pairs[i]) * scale * weight[2 * i], high_of(*pairs[i]) * scale * weight[2 * i + 1]);
+    }
+
+    // By as many neighbouring lanes as a head has pairs of pieces.
+    __device__ __forceinline__ void apply(uint4& low_piece, uint4& high_piece, float eps) const {
+        if constexpr (NORMED == 0) return;
+        float sum = squares(low_piece) + squares(high_piece);
+#pragma unroll
+        for (int step = PIECES / 4; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+        float scale = 1.0f / sqrtf(sum / HEAD + eps);
+        scale_piece(low_piece, scale, low);
+        scale_piece(high_piece, scale, high);
+    }
+};
+
 __device__ __forceinline__ uint4 load_if(const u16* from, bool live) {
     return live ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 }
@@ -39,13 +84,16 @@ constexpr int ROUNDS = (PAIRED_PIECES + THREADS - 1) / THREADS;
 template <int HEADS>
 struct Rotated {
     Angles angles[ROUNDS];
+    HeadNorm norm;
     uint4 low[ROUNDS], high[ROUNDS];
 
     __device__ __forceinline__ static int pair(int round) { return (threadIdx.x + round * THREADS) / HALF_PIECES; }
     __device__ __forceinline__ static int piece(int round) { return (threadIdx.x + round * THREADS) % HALF_PIECES; }
     __device__ __forceinline__ static bool live(int round) { return pair(round) < WIDTH * HEADS; }
 
-    __device__ __forceinline__ void ask_angles(const Work& work, const Part& part) {
+    // And the weight of the norm of these heads.
+    __device__ __forceinline__ void ask_angles(const Work& work, const Part& part, const void* weight) {
+        norm.ask(weight, piece(0));
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             long long position = part.cached + pair(i) / HEADS;
@@ -68,10 +116,11 @@ struct Rotated {
         }
     }
 
-    __device__ __forceinline__ void place(char* matrix) {
+    __device__ __forceinline__ void place(char* matrix, const Work& work) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            if (pair(i) >= 16) break;
+            if (pair(i) >= 16) break;  // whole warps
+            norm.apply(low[i], high[i], work.eps);
             rotate(low[i], high[i], angles[i]);
             *reinterpret_cast<uint4*>(matrix + place_of(pair(i), piece(i))) = low[i];
             *reinterpret_cast<uint4*>(matrix + place_of(pair(i), piece(i) + HALF_PIECES)) = high[i];
@@ -92,7 +141,7 @@ struct NewRows {
 
     __device__ __forceinline__ void ask_places(const Work& work, const Part& part) {
         const int* table = work.page_table + part.request * work.table_stride;
-        k.ask_angles(work, part);
+        k.ask_angles(work, part, work.k_norm);
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) k_pages[i] = k.live(i) ? table[(part.cached + k.pair(i)) / PAGE_SIZE] : 0;
 #pragma unroll
@@ -111,7 +160,7 @@ struct NewRows {
 
     // `matrices`: K, then V.
     __device__ __forceinline__ void place(char* matrices, const Work& work, const Part& part) {
-        k.place(matrices);
+        k.place(matrices, work);
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             if (!k.live(i)) continue;
