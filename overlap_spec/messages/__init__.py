@@ -123,6 +123,7 @@ from overlap_spec.messages.request import (
 )
 from overlap_spec.messages.ring import (
     MOST_UNDRAFTED as MOST_UNDRAFTED,
+    NEVER_S as NEVER_S,
     NO_TOKEN as NO_TOKEN,
     Abort as Abort,
     Admit as Admit,

@@ -212,11 +212,15 @@ def _with_allowed(reset: ResetSlot, allowed: bytes, place: int) -> ResetSlot:
 # --- worker -> scheduler ----------------------------------------------------------------------------------
 
 
+NEVER_S = 1e6  # so many seconds that nothing pays for them, nor for a part of them
+
+
 class StepCosts(Message, frozen=True):
     """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
 
-    `widths` are all that a step may have. Empty: every step is as wide as the window. `undrafted[i]`: a step of width
-    1 of a method that is self-drafting, after which nothing is drafted; empty for other methods.
+    `widths` are all that a step may have. Empty: every step is as wide as the window. A step that takes `NEVER_S` is
+    not to be run: nothing is captured for it. `undrafted[i]`: a step of width 1 of a method that is self-drafting,
+    after which nothing is drafted; empty for other methods.
     """
 
     batch_sizes: tuple[int, ...] = ()

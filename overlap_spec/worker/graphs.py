@@ -153,6 +153,7 @@ class GraphSizes:
     reach: Reach
     batches: tuple[int, ...] = ()  # of windows, ascending
     widths: tuple[int, ...] = ()  # of windows, ascending
+    largest: tuple[int, ...] = ()  # batch that a step of each width has; (): any
     absorbs_later: bool = False  # a batch has a graph more, for rows that its draft missed
     prompts: tuple[PromptShape, ...] = ()  # as `captured_shapes` has them
     beside: TwoPartSizes | None = None  # windows and prompts together
@@ -163,7 +164,8 @@ class GraphSizes:
         """All that are captured, in the order of captures."""
         for size in reversed(self.batches):
             for width in reversed(self.widths):
-                yield from [StepShape(size, width, columns) for columns in self.reach.columns(size, width)]
+                if size in self.batches_of(width):
+                    yield from [StepShape(size, width, columns) for columns in self.reach.columns(size, width)]
             if self.absorbs_later:
                 yield StepShape(size, 0, self.reach.all)
         for prompts in reversed(self.prompts):
@@ -177,7 +179,7 @@ class GraphSizes:
         """The smallest shape that holds a step of exactly this one; None: there is none. `most_pages`: see `Reach`."""
         slots, width, columns, prompts, placed = exact
         if prompts is None:
-            if (size := _smallest(self.placed if placed else self.batches, slots)) == 0:
+            if (size := _smallest(self.placed if placed else self.batches_of(width), slots)) == 0:
                 return None
             reach = columns if placed else self.reach.columns_for(size, width, most_pages)
             return StepShape(size, width, reach, None, placed)
@@ -187,6 +189,13 @@ class GraphSizes:
         index = None if self.beside is None else self.beside.batch_for(slots, width)
         shapes = () if index is None else self._beside(index)
         return next((shape for shape in shapes if shape.prompts and holds(shape.prompts, prompts)), None)
+
+    def batches_of(self, width: int) -> tuple[int, ...]:
+        """Of windows of this width, ascending: all that a step is padded to."""
+        if not self.largest or width not in self.widths:
+            return self.batches
+        most = self.largest[self.widths.index(width)]
+        return self.batches[: bisect.bisect_left(self.batches, most) + 1]
 
     @property
     def beside_batches(self) -> tuple[int, ...]:
@@ -392,7 +401,8 @@ class GraphRunner:
 
         Kernels that draw are chosen by classes of sizes: a power of two and those below it are one at most.
         """
-        smaller, widest = shape.slots < self._sizes.batches[-1], shape.width == self._sizes.widths[-1]
+        sizes = self._sizes
+        smaller, widest = shape.slots < sizes.batches_of(shape.width)[-1], shape.width == sizes.widths[-1]
         if captures and smaller:
             return NO_RUN
         if smaller and shape.slots & (shape.slots - 1):

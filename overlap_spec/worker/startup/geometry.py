@@ -46,6 +46,8 @@ MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so man
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
 GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
+PAYING_ROWS = 512  # of a step of trees with more columns than a path has, at most: see `largest_batches`
+PAYING_FLOP, PAYING_INTENSITY = 7 * 10**12, 480  # of its layers, and for each byte of weights, where that is more rows
 MAX_DEFERRED = 64  # draft rows that a slot may leave behind: answers that end before never pay for them
 DEFERRED_SHARE = 1 / 64  # of the memory for KV pages, which what these rows are made of takes at most
 RECURRENT_STATES, SNAPSHOTS = "of recurrent states", "of their snapshots"  # in tables of memory
@@ -82,11 +84,16 @@ class Geometry:
     two_parts: TwoPartSizes | None = None  # that are captured; None: steps of both have any size, and no graph
     most_deferred: int = MAX_DEFERRED  # draft rows of a slot that there is room for
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
+    largest: tuple[int, ...] = ()  # batch that steps of each width have; (): any
 
     @property
     def step_widths(self) -> tuple[int, ...]:
         """Every width that a step may have, ascending."""
         return (*self.narrower, self.width)
+
+    def largest_batch(self, width: int) -> int:
+        """Of steps of this width."""
+        return self.largest[self.step_widths.index(width)] if self.largest else self.num_slots
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -147,7 +154,29 @@ def settle_geometry(
         kv_dtype=kv_dtype_of(settings),
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
         most_deferred=deferred,
+        largest=largest_batches(settings, models),
         num_snapshots=min(snapshots, max(pages * settings.cache.page_size // CHUNK, 1)),
+    )
+
+
+def largest_batches(settings: Settings, models: LoadedModels) -> tuple[int, ...]:
+    """The batches up to which steps of each width may pay; (): any batch, as widths are not chosen by what they take.
+
+    With half of `PAYING_ROWS` a dense model's products take longer than reading its weights: a step twice as wide takes
+    nearly twice as long, but a tree whose longest path has fewer tokens than its window has columns does not commit
+    twice as many. So nothing is captured for such steps. Small models are not bound by products, and with experts more
+    rows share what is read. A power of two, as classes of batch sizes end there.
+    """
+    spec, scheduler, tree = settings.spec, settings.scheduler, models.proposer.profile.tree
+    fixed = not spec.narrower or scheduler.width_rules or scheduler.keeps_width or settings.model.device == "cpu"
+    if fixed or tree is None or tree.branch:  # looked-up guesses may be right to the end of a window
+        return ()
+    work, most = models.target.work, scheduler.max_running_requests
+    rows = max(PAYING_ROWS, max(PAYING_FLOP, PAYING_INTENSITY * work.weight_bytes) // max(work.row_flop, 1))
+    widths = (*spec.narrower, spec.width)
+    return tuple(
+        most if width <= tree.num_levels + 1 else min(1 << max(rows // width, 1).bit_length() - 1, most)
+        for width in widths
     )
 
 
@@ -186,11 +215,12 @@ class Sizes(msgspec.Struct, frozen=True):
     most_deferred: int
     batch_rows: int
     two_parts: TwoPartSizes | None
+    largest: tuple[int, ...]
 
 
 def agreed_geometry(own: Geometry, agreement: Agreement) -> Geometry:
     """The sizes of all ranks: what each of them has memory for, and what rank 0 captures."""
-    sizes = Sizes(own.num_pages, own.most_deferred, own.batch_rows, own.two_parts)
+    sizes = Sizes(own.num_pages, own.most_deferred, own.batch_rows, own.two_parts, own.largest)
     found = agreement.gathered("sizes", sizes, Sizes)
     return replace(
         own,
@@ -198,6 +228,7 @@ def agreed_geometry(own: Geometry, agreement: Agreement) -> Geometry:
         most_deferred=min(each.most_deferred for each in found),
         batch_rows=found[0].batch_rows,
         two_parts=found[0].two_parts,
+        largest=found[0].largest,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import ChunkWork, PrefillCosts, ResetSlot, SamplingParams, StepCosts, StepPlan
+from overlap_spec.messages import NEVER_S, ChunkWork, PrefillCosts, ResetSlot, SamplingParams, StepCosts, StepPlan
 from overlap_spec.sampling.stages import RowOutput
 from overlap_spec.speculative.rows import LONG_CHUNK
 from overlap_spec.worker.executor import Executor
@@ -195,7 +195,8 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     rounds = [[_steps(executor, geometry, size, queued=not on_cpu) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = [tuple(map(min, *rows)) for rows in zip(*rounds, strict=True)]
     undrafted = tuple(row[0] for row in fastest) if executor.is_self_drafting else ()
-    seconds = tuple(row[-len(geometry.step_widths) :] for row in fastest)
+    drafted, count = [row[len(undrafted[:1]) :] for row in fastest], len(geometry.step_widths)
+    seconds = tuple((*row, *[NEVER_S] * (count - len(row))) for row in drafted)
     return StepCosts(tuple(sizes), geometry.step_widths, seconds, undrafted)
 
 
@@ -206,6 +207,7 @@ def again(executor: Executor, geometry: Geometry, costs: StepCosts) -> Iterator[
     """
     few, many = (0, 0), (len(costs.batch_sizes) - 1, len(costs.widths) - 1)
     for row, column in dict.fromkeys((few, (many[0] // 2, many[1] // 2), many)):
+        column = min(column, sum(taken < NEVER_S for taken in costs.seconds[row]) - 1)
         size, width = costs.batch_sizes[row], costs.widths[column]
         seconds = _step_seconds(executor, geometry, size, width, queued_steps(size, width))
         yield size, width, seconds / costs.seconds[row][column]
@@ -216,9 +218,10 @@ def queued_steps(size: int, width: int) -> int:
     return max(LEAST_QUEUED, min(QUEUED_STEPS, QUEUED_ROWS // (size * width)))
 
 
-def _kinds(executor: Executor, geometry: Geometry) -> list[tuple[int, bool]]:
+def _kinds(executor: Executor, geometry: Geometry, size: int) -> list[tuple[int, bool]]:
     """What is timed: (width, whether nothing is drafted after it), narrowest first."""
-    return [*([(1, True)] if executor.is_self_drafting else []), *((width, False) for width in geometry.step_widths)]
+    widths = [width for width in geometry.step_widths if size <= geometry.largest_batch(width)]
+    return [*([(1, True)] if executor.is_self_drafting else []), *((width, False) for width in widths)]
 
 
 def _steps(executor: Executor, geometry: Geometry, size: int, queued: bool) -> list[float]:
@@ -228,7 +231,7 @@ def _steps(executor: Executor, geometry: Geometry, size: int, queued: bool) -> l
     `queued`: several are, of which the first is not counted, because it may wait for its launch.
     """
     last = geometry.max_len - 1
-    kinds = _kinds(executor, geometry)
+    kinds = _kinds(executor, geometry, size)
     counts = [_steps_in(last, width, queued_steps(size, width) + 1 if queued else 1) for width, _ in kinds]
     needed = sum(count * width for count, (width, _) in zip(counts, kinds, strict=True))
     start = min(COST_CONTEXT, max(last - 1 - needed, 0))

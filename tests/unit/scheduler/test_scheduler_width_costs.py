@@ -14,7 +14,7 @@ from overlap_spec.features.adaptive_width.scheduler import (
     StepSeconds,
 )
 from overlap_spec.features.ngram.scheduler import MatchedTokens
-from overlap_spec.messages import ChunkWork, StepCosts, StepPlan, StepResult
+from overlap_spec.messages import NEVER_S, ChunkWork, StepCosts, StepPlan, StepResult
 from overlap_spec.scheduler.width import BatchWidths, WidthPolicy
 
 MS = 1e-3
@@ -119,6 +119,16 @@ def test_steps_without_lookups_have_a_time_of_their_own() -> None:
     for _ in range(SERVED):
         policy.timed(1, 1, True, 1.0)
     assert policy.seconds.of(1)[1] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_steps_that_are_not_captured_are_not_run_however_much_is_accepted() -> None:
+    costs = StepCosts((64, 128), (1, 2, 4), ((4 * MS, 4.1 * MS, 4.2 * MS), (4 * MS, 4.1 * MS, NEVER_S)))
+    for batch_size in (65, 128):
+        engine = Long(costs, Chain((1.0, 1.0, 1.0)), batch_size)
+        engine.more = 30 * MS
+        assert set(engine.run(4 * LOST_STEPS)[-1000:]) == {2}
+        assert 4 not in engine.widths
+    assert Engine(costs, Chain((1.0, 1.0, 1.0)), 64).run(200)[-1] == 4
 
 
 class HostBound(Engine):

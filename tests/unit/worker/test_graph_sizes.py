@@ -7,7 +7,7 @@ import pytest
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.graphs import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
-from overlap_spec.worker.startup.geometry import two_parts_of
+from overlap_spec.worker.startup.geometry import largest_batches, two_parts_of
 from overlap_spec.worker.step import PromptShape, StepShape
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
@@ -35,6 +35,18 @@ def test_the_largest_steps_of_a_kind_are_captured_first() -> None:
     both = [(shape.prompt_rows, shape.slots) for shape in shapes[10:13]]
     assert both == [(96, 2), (64, 2), (32, 8)]
     assert shapes[13:] == [StepShape(size, 1, PAGES, placed=True) for size in (3, 1)]
+
+
+def test_wide_steps_that_cannot_pay_are_not_captured() -> None:
+    """A batch of 64 is padded to 80 where that is the next size."""
+    sizes = GraphSizes(8, Reach(PAGES, 8, 16, True), (16, 48, 80, 256), (1, 8), (256, 64))
+    assert [(slots, width) for slots, width, *_ in sizes.shapes() if slots >= 16] == [
+        *[(256, 1), (80, 8), (80, 1), (48, 8), (48, 1), (16, 8), (16, 1)]
+    ]
+    held = [sizes.holding(StepShape(slots, 8, PAGES), lambda: PAGES) for slots in (64, 81)]
+    assert held == [StepShape(80, 8, PAGES), None]
+    assert GraphSizes(8, REACH, (16, 64, 80), (1, 8), (80, 64)).batches_of(8) == (16, 64)
+    assert sizes.holding(StepShape(81, 1, PAGES), lambda: PAGES) == StepShape(256, 1, PAGES)
 
 
 def held(shapes: list[PromptShape], exact: PromptShape) -> PromptShape | None:
@@ -153,3 +165,38 @@ def test_of_several_widths_the_narrowest_is_mixed(narrower: tuple[int, ...], wid
     settings: Any = SimpleNamespace(graph_batch_sizes=(1,), scheduler=scheduler, spec=spec)
     sizes = two_parts_of(settings, 8192, EIGHT_B)
     assert sizes is not None and sizes.width == width and sizes.batches == (8, 16, 24, 40, 64)
+
+
+ANY, SOME = (), (200, 200, 200, 64)
+
+
+@pytest.mark.parametrize(
+    ("narrower", "levels", "branch", "keeps", "weight_bytes", "largest"),
+    [
+        ((1, 2, 4), 5, 0, False, 16 * 10**9, SOME),
+        ((1, 2, 4), 5, 0, False, 8 * 10**9, SOME),  # 8 bits: products take half as long, too
+        ((1, 2, 4), 5, 0, False, 40 * 10**9, (200, 200, 200, 128)),  # most are experts'
+        ((1, 2, 4), 6, 0, False, 16 * 10**9, SOME),
+        ((1, 2, 4), 7, 0, False, 16 * 10**9, (200, 200, 200, 200)),  # as long as the window
+        ((1, 2, 4), 2, 0, False, 16 * 10**9, (200, 200, 128, 64)),
+        ((), 5, 0, False, 16 * 10**9, ANY),
+        ((1,), 5, 0, True, 16 * 10**9, ANY),  # explicit numbers
+        ((1, 2, 4), 5, 4, False, 16 * 10**9, ANY),  # copied guesses
+    ],
+)
+def test_trees_of_large_models_are_wide_for_small_batches(
+    narrower: tuple[int, ...], levels: int, branch: int, keeps: bool, weight_bytes: int, largest: tuple[int, ...]
+) -> None:
+    settings: Any = SimpleNamespace(
+        spec=SimpleNamespace(narrower=narrower, width=8),
+        scheduler=SimpleNamespace(width_rules=(), keeps_width=keeps, max_running_requests=200),
+        model=SimpleNamespace(device="cuda"),
+    )
+    work = SimpleNamespace(row_flop=EIGHT_B, weight_bytes=weight_bytes)
+    profile = SimpleNamespace(tree=SimpleNamespace(num_levels=levels, branch=branch))
+    models: Any = SimpleNamespace(target=SimpleNamespace(work=work), proposer=SimpleNamespace(profile=profile))
+    assert largest_batches(settings, models) == largest
+    work.row_flop = 2 * 10**9  # a small model's layers are not bound by products
+    assert not largest or set(largest_batches(settings, models)) == {200}
+    profile.tree = None
+    assert largest_batches(settings, models) == ANY

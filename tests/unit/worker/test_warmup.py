@@ -8,7 +8,7 @@ import torch
 from support.plans import parts_of
 
 from overlap_spec.features.log_probs.worker import LogProbOutput
-from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
+from overlap_spec.messages import NEVER_S, Phase, PrefillCosts, StepCosts, StepPlan
 from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.startup import step_times
 from overlap_spec.worker.startup.geometry import Geometry
@@ -201,6 +201,18 @@ def test_three_steps_are_timed_again() -> None:
     assert [ratio for *_, ratio in found] == pytest.approx([1.0, 1.0, 1.0])
     slower = StepCosts((4,), (1, 8), ((0.0007, 0.0042),))
     assert [ratio for *_, ratio in again(gpu, sized, slower)] == pytest.approx([2.0, 1.0])
+
+
+def test_steps_that_cannot_pay_are_not_timed_and_take_too_long() -> None:
+    sized = replace(geometry(256, 8192, 4096), narrower=(1, 2, 4), width=8, largest=(256, 256, 128, 64))
+    gpu = QueueingGpu()
+    kept = measure_steps(gpu, sized, (1, 64, 256))
+    offered = {
+        size: sum(taken < NEVER_S for taken in row) for size, row in zip(kept.batch_sizes, kept.seconds, strict=True)
+    }
+    assert (offered[64], offered[128], offered[256]) == (4, 3, 2) and set(map(len, kept.seconds)) == {4}
+    assert gpu.count(128, 8) == gpu.count(256, 4) == 0 < gpu.count(128, 4)
+    assert [(size, width) for size, width, _ in again(gpu, sized, kept)] == [(1, 1), (16, 2), (256, 2)]
 
 
 @pytest.mark.parametrize(
