@@ -57,6 +57,7 @@ SAMPLING_WORK = (
     SamplingWork(True, True, True, outputs=True, of_target=True),  # everything
 )
 GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
+COMMON_WORK = tuple(kind for kind in SAMPLING_WORK if not (kind.processed or kind.of_target))  # what most requests ask
 
 
 def cheapest_work(asked: Iterable[SamplingWork]) -> SamplingWork:

@@ -24,7 +24,7 @@ import logging
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -136,25 +136,28 @@ class KindGraphs(Generic[Judged]):
 
     judged: Judged  # fixed addresses, to be read before anything else is replayed
     judge: Replay
-    draft: Replay
     mark: Replay  # tells the marks that they are replayed
 
 
 @dataclass(frozen=True)
 class PartGraphs(Generic[Forwarded, Judged]):
-    """The parts of one step, captured: the layers, and each kind of sampling."""
+    """The parts of one step, captured: the layers, kinds of sampling, and the draft of each kind that has one."""
 
     layers: Replay
     forwarded: Forwarded
     kinds: dict[SamplingWork, KindGraphs[Judged]]
+    drafts: dict[SamplingWork, Replay]
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, run: FirstRuns | None = EVERY_KIND
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    run: FirstRuns | None = EVERY_KIND,
+    captured: Sequence[SamplingWork] = (),
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run parts once, which compiles and loads kernels, as a capture must not; then capture every kind of them.
+    """Run parts once, which compiles and loads kernels, as a capture must not; then capture them.
 
-    `run`: the kinds of sampling that are run, if any is.
+    `run`: the kinds of sampling that are run, if any is. `captured`: those that are captured; (): every one.
 
     Raises: NotLoadedError with the kernel, if a capture comes to one that running the step with its kind does not load.
     """
@@ -162,14 +165,14 @@ def capture_parts(
     layers, forwarded = _record(parts, recorder, "layers", parts.forward)
     kinds: dict[SamplingWork, KindGraphs[Judged]] = {}
     drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
-    for kind in SAMPLING_WORK:
+    for kind in captured or SAMPLING_WORK:
         judge, judged = _record(parts, recorder, "judge", partial(parts.judge, forwarded, kind), kind)
         marks, work = parts.marks.captured(), parts.draft_work(kind)
         if work not in drafts:
             drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
-        draft, draft_marks = drafts[work]
-        kinds[kind] = KindGraphs(judged, judge, draft, partial(parts.marks.replayed, (*marks, *draft_marks)))
-    return PartGraphs(layers, forwarded, kinds)
+        kinds[kind] = KindGraphs(judged, judge, partial(parts.marks.replayed, (*marks, *drafts[work][1])))
+    shared = {kind: drafts[work][0] for kind in SAMPLING_WORK if (work := parts.draft_work(kind)) in drafts}
+    return PartGraphs(layers, forwarded, kinds, shared)
 
 
 def capture_layers(

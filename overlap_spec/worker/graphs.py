@@ -2,7 +2,7 @@
 
 Windows alone, prompts alone and placed windows have graphs of all their parts (`capture.py`). Windows and prompts
 together have one of the layers alone, which take the host longer than the device operation by operation; what follows
-is launched while they run.
+is launched while they run. So it is for rare kinds of sampling after prompts of a large model.
 
 A graph has a fixed number of rows. Fewer windows are padded with the dummy slot, whose page table is all page 0 and
 whose length every step puts back to 0; prompts as `Chunks.laid_out` pads them. What is replayed is overwritten by the
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.models.layers.layer_run import skipping_layers
-from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SamplingWork
+from overlap_spec.sampling.context import COMMON_WORK, EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SpecMethod
 from overlap_spec.worker.capture import (
     ANY_KIND,
@@ -42,7 +42,7 @@ from overlap_spec.worker.capture import (
     NO_RUN,
     FirstRuns,
     GraphRecorder,
-    KindGraphs,
+    PartGraphs,
     Parts,
     Replay,
     capture_layers,
@@ -52,62 +52,15 @@ from overlap_spec.worker.capture import (
 )
 from overlap_spec.worker.runner import EagerRunner, Part, PartKind
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import PromptShape, StepShape
+from overlap_spec.worker.step import CHUNKS, PromptShape, StepShape, captured_shape, holds
 
 SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
 SHORT_BATCH = 8  # slots of a step that has graphs of its own for short contexts, at most
-
-ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
-FINER_ROWS = (384, 640, 768, 896, 1024)  # and these, where 128 rows more take a millisecond or longer
-FINER_BELOW = 4096  # rows of a captured step, at most, of a model that is so large
-CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
-BATCH_ROWS = (512, 1024, 1536, 2048, 3072, 4096)  # of steps with more requests
-BATCH_CHUNKS = 64
-LONGEST = 1024  # rows of one request in such a step, and more than may be left over
-READS_ALL = 256  # rows of a step, at most, that computes all of the last layer: its time is that of the weights
 
 BESIDE_BATCHES = (8, 16, 24, 40, 64)  # windows that prompts are captured beside
 BESIDE_ROWS = (256, 384, 512, 640, 768, 896, 1024)  # of both together, so that they fill the tiles of products
 LEAST_PROMPTS = 64  # rows left to prompts, at least
 LEAST_FLOP = 3 * 10**12  # of the layers: with less, they do not hide the launches of what follows
-
-
-def captured_rows(most_rows: int, batch_rows: int) -> tuple[int, ...]:
-    """The sizes for few requests, ascending. `most_rows`: positions of a request; `batch_rows`: see `captured_shapes`.
-
-    While requests decode, time cuts their steps to sizes between 256 and about 1,024 rows, and padding is lost.
-    """
-    finer = FINER_ROWS if batch_rows < FINER_BELOW else ()
-    sizes = {*ROWS, *(rows for rows in finer if rows <= batch_rows)}
-    return tuple(sorted(rows for rows in sizes if rows <= most_rows))
-
-
-def captured_shapes(most_rows: int, batch_rows: int, num_slots: int, reads_last: bool = False) -> list[PromptShape]:
-    """The sizes of captured steps, those for few requests first, each of these ascending.
-
-    `batch_rows`: the most prompt tokens of a step with many requests: with more, the layers of the target take longer
-    than their launches. `reads_last`: see `captured_shape`; of a large model.
-    """
-    reads_last &= batch_rows < FINER_BELOW
-    few = [captured_shape(rows, CHUNKS, rows, reads_last) for rows in captured_rows(most_rows, batch_rows)]
-    chunks = min(BATCH_CHUNKS, num_slots) + 1
-    many = [captured_shape(rows, chunks - 1, LONGEST, reads_last) for rows in BATCH_ROWS if rows <= batch_rows]
-    return few + many if chunks > CHUNKS + 1 and most_rows >= LONGEST else few
-
-
-def captured_shape(num_rows: int, chunks: int, max_rows: int, reads_last: bool) -> PromptShape:
-    """A size for so many rows and chunks, and a chunk for the rows that are left over.
-
-    `reads_last`: of the last layer, no more than K and V of most rows is needed. Steps of many rows are captured so;
-    those of which prompt log-probs are asked for are then launched operation by operation.
-    """
-    return PromptShape(num_rows, chunks + 1, max_rows, reads_last=reads_last and num_rows > READS_ALL)
-
-
-def holds(shape: PromptShape, exact: PromptShape) -> bool:
-    """Whether so many rows and chunks, one more for the rows that are left over, and what is read of them fit."""
-    fits = exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows
-    return fits and (exact.reads_last or not shape.reads_last) and not exact.are_drawn
 
 
 def two_part_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, most_rows: int) -> TwoPartSizes:
@@ -154,6 +107,7 @@ class GraphSizes:
     batches: tuple[int, ...] = ()  # of windows, ascending
     widths: tuple[int, ...] = ()  # of windows, ascending
     largest: tuple[int, ...] = ()  # batch that a step of each width has; (): any
+    hides_rare: bool = False  # layers of prompts hide the launches of rare kinds of sampling, which are not captured
     absorbs_later: bool = False  # a batch has a graph more, for rows that its draft missed
     prompts: tuple[PromptShape, ...] = ()  # as `captured_shapes` has them
     beside: TwoPartSizes | None = None  # windows and prompts together
@@ -197,6 +151,10 @@ class GraphSizes:
         most = self.largest[self.widths.index(width)]
         return self.batches[: bisect.bisect_left(self.batches, most) + 1]
 
+    def kinds(self, shape: StepShape) -> tuple[SamplingWork, ...]:
+        """Kinds of sampling that a shape is captured in; (): every one."""
+        return COMMON_WORK if self.hides_rare and shape.prompts is not None else ()
+
     @property
     def beside_batches(self) -> tuple[int, ...]:
         """Of windows that prompts are captured beside, ascending."""
@@ -217,32 +175,31 @@ def _smallest(sizes: tuple[int, ...], wanted: int) -> int:
 
 
 AllRows = tuple[Any, ...]  # what the layers gave, of each part
-KindsOfGraphs = dict[SamplingWork, KindGraphs[Published]]
 
 
 class CapturedPart(Part):
     """A part whose steps are replayed. The same object in every step of its shape."""
 
-    def __init__(self, kind: PartKind, rows: Any, graphs: KindsOfGraphs, width: int) -> None:
+    def __init__(self, kind: PartKind, graphs: PartGraphs[AllRows, Published], width: int) -> None:
         """`width`: of the windows that its draft, which is captured, proposes."""
-        super().__init__(kind, rows)
+        super().__init__(kind, graphs.forwarded[0])
         self._graphs = graphs
         self._width = width
-        self._decided: KindGraphs[Published] | None = None  # of the step being launched
 
     def decide(self, work: SamplingWork) -> Published:
-        graphs = self._decided = self._graphs[work]
+        """A kind that is not captured is launched while the layers run."""
+        if (graphs := self._graphs.kinds.get(work)) is None:
+            return self.kind.decide(self.rows, work)
         graphs.mark()
         graphs.judge()
         return graphs.judged
 
     def draft(self, work: SamplingWork, width: int) -> None:
         """Whole windows are captured of prompts; narrower ones have few launches."""
-        if self.kind.proposed(width) < self._width:
+        if self.kind.proposed(width) < self._width or work not in self._graphs.drafts:
             self.kind.draft(self.rows, work, width)
         else:
-            assert self._decided is not None, "a step decides before it drafts"
-            self._decided.draft()
+            self._graphs.drafts[work]()
 
 
 @dataclass(frozen=True)
@@ -346,9 +303,8 @@ class GraphRunner:
         if len(kinds) > 1:
             layers, rows = capture_layers(parts, recorder, "layers together", runs)
             return Captured(inputs, layers, tuple(map(Part, kinds, rows)))
-        graphs = capture_parts(parts, recorder, runs)
-        (kind,), (rows,) = kinds, graphs.forwarded
-        return Captured(inputs, graphs.layers, (CapturedPart(kind, rows, graphs.kinds, shape.width),))
+        graphs = capture_parts(parts, recorder, runs, self._sizes.kinds(shape))
+        return Captured(inputs, graphs.layers, (CapturedPart(kinds[0], graphs, shape.width),))
 
     def _parts(self, shape: StepShape, inputs: tuple[Tensor, ...]) -> Parts[AllRows, Published]:
         """All that a step of this shape launches. Of prompts, whole windows are proposed."""

@@ -15,6 +15,14 @@ from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.speculative.rows import ChunkPlace
 from overlap_spec.worker.devices import Device, DeviceEvent, Download
 
+ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
+FINER_ROWS = (384, 640, 768, 896, 1024)  # and these, where 128 rows more take a millisecond or longer
+FINER_BELOW = 4096  # rows of a captured step, at most, of a model that is so large
+CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
+BATCH_ROWS = (512, 1024, 1536, 2048, 3072, 4096)  # of steps with more requests
+BATCH_CHUNKS = 64
+LONGEST = 1024  # rows of one request in such a step, and more than may be left over
+READS_ALL = 256  # rows of a step, at most, that computes all of the last layer: its time is that of the weights
 PADDING = -1  # of published runs
 GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]  # with the names of the parts that end there
 
@@ -224,6 +232,44 @@ def _guess_report(rows: list[list[int]], columns: PublishedColumns) -> GuessRepo
     of_guesses = columns.guess_report
     report = GuessReport(*map(list, zip(*(row[of_guesses] for row in rows), strict=True)))
     return report if any(report.levels) else None
+
+
+def captured_rows(most_rows: int, batch_rows: int) -> tuple[int, ...]:
+    """The sizes for few requests, ascending. `most_rows`: positions of a request; `batch_rows`: see `captured_shapes`.
+
+    While requests decode, time cuts their steps to sizes between 256 and about 1,024 rows, and padding is lost.
+    """
+    finer = FINER_ROWS if batch_rows < FINER_BELOW else ()
+    sizes = {*ROWS, *(rows for rows in finer if rows <= batch_rows)}
+    return tuple(sorted(rows for rows in sizes if rows <= most_rows))
+
+
+def captured_shapes(most_rows: int, batch_rows: int, num_slots: int, reads_last: bool = False) -> list[PromptShape]:
+    """The sizes of captured steps, those for few requests first, each of these ascending.
+
+    `batch_rows`: the most prompt tokens of a step with many requests: with more, the layers of the target take longer
+    than their launches. `reads_last`: see `captured_shape`; of a large model.
+    """
+    reads_last &= batch_rows < FINER_BELOW
+    few = [captured_shape(rows, CHUNKS, rows, reads_last) for rows in captured_rows(most_rows, batch_rows)]
+    chunks = min(BATCH_CHUNKS, num_slots) + 1
+    many = [captured_shape(rows, chunks - 1, LONGEST, reads_last) for rows in BATCH_ROWS if rows <= batch_rows]
+    return few + many if chunks > CHUNKS + 1 and most_rows >= LONGEST else few
+
+
+def captured_shape(num_rows: int, chunks: int, max_rows: int, reads_last: bool) -> PromptShape:
+    """A size for so many rows and chunks, and a chunk for the rows that are left over.
+
+    `reads_last`: of the last layer, no more than K and V of most rows is needed. Steps of many rows are captured so;
+    those of which prompt log-probs are asked for are then launched operation by operation.
+    """
+    return PromptShape(num_rows, chunks + 1, max_rows, reads_last=reads_last and num_rows > READS_ALL)
+
+
+def holds(shape: PromptShape, exact: PromptShape) -> bool:
+    """Whether so many rows and chunks, one more for the rows that are left over, and what is read of them fit."""
+    fits = exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows
+    return fits and (exact.reads_last or not shape.reads_last) and not exact.are_drawn
 
 
 class StepShape(NamedTuple):

@@ -12,7 +12,7 @@ from support.graph_runners import counted, runner_of
 from support.prompt_plans import SAMPLINGS, run_mixed
 from support.ring import RingConfig, tiny_loaded
 
-from overlap_spec.worker import graphs
+from overlap_spec.worker import step
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
@@ -47,7 +47,7 @@ def config(request: pytest.FixtureRequest) -> RingConfig:
 
 @pytest.fixture
 def captured(config: RingConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    monkeypatch.setattr(graphs, "READS_ALL", 20)  # so the larger size of prompts reads last rows alone
+    monkeypatch.setattr(step, "READS_ALL", 20)  # so the larger size of prompts reads last rows alone
     executor, geometry = launched(config, joins=True), config.geometry()
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     counts = capture_graphs(executor, geometry, BATCHES).counts

@@ -9,7 +9,7 @@ from support.prompt_plans import SAMPLINGS, run
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import SamplingParams
-from overlap_spec.worker import graphs
+from overlap_spec.worker import step
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.warmup import capture_graphs, warm_up
@@ -42,7 +42,7 @@ def test_a_replay_is_the_eager_step(make: Make, sampling: SamplingParams) -> Non
 
 def test_a_replay_that_reads_last_rows_is_the_eager_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a large model's, here of more than 20 rows."""
-    monkeypatch.setattr(graphs, "READS_ALL", 20)
+    monkeypatch.setattr(step, "READS_ALL", 20)
     expected = run(make(False), SAMPLINGS["greedy"])
     captured = make(True)
     assert run(captured, SAMPLINGS["greedy"]) == expected

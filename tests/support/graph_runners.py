@@ -18,8 +18,9 @@ def runner_of(
     widths: tuple[int, ...] = (),
     prompts: Sequence[PromptShape] = (),
     beside: TwoPartSizes | None = None,
+    hides_rare: bool = False,
 ) -> GraphRunner:
-    """Not captured yet. `widths`: of windows; (): whole ones."""
+    """Not captured yet. `widths`: of windows; (): whole ones. The last one: see `GraphSizes`."""
     slots, step = executor.slots, executor.decode_step
     widths = widths or (slots.width,)
     sizes = GraphSizes(
@@ -30,6 +31,7 @@ def runner_of(
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,
         prompts=tuple(prompts),
         beside=beside,
+        hides_rare=hides_rare,
         reads_last=executor.prefill_step.reads_last,
     )
     return graph_runner(executor, sizes)

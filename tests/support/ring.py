@@ -57,11 +57,11 @@ from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import CHUNKS
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.step import CHUNKS
 from overlap_spec.worker.worker_actor import worker_ready
 from support.fake_settings import fake_settings
 from support.graph_runners import CountingRunner, counted

@@ -32,7 +32,7 @@ from overlap_spec.messages import (
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.rows import LONG_CHUNK
-from overlap_spec.worker.graphs import captured_rows
+from overlap_spec.worker.step import captured_rows
 from support.plans import parts_of
 from support.scheduler_features import with_features
 

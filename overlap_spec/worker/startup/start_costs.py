@@ -30,9 +30,9 @@ from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import FINER_ROWS, ROWS, captured_rows
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize, again, measure_chunk, measure_prefill, measure_steps
+from overlap_spec.worker.step import FINER_ROWS, ROWS, captured_rows
 
 COPY_BYTES = 128 << 20  # more than caches hold
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}

@@ -32,7 +32,7 @@ from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import GraphRunner, GraphSizes, Reach, captured_shapes
+from overlap_spec.worker.graphs import GraphRunner, GraphSizes, Reach
 from overlap_spec.worker.inputs import Step
 from overlap_spec.worker.ranks import ALONE, Agreement
 from overlap_spec.worker.runner import Runner
@@ -48,6 +48,7 @@ from overlap_spec.worker.startup.step_times import (
     run,
     run_all,
 )
+from overlap_spec.worker.step import FINER_BELOW, captured_shapes
 
 KERNELS = "kernels"  # the phase of a start that compiles them
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
@@ -189,6 +190,7 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
         batches=tuple(sorted(batch_sizes)),
         widths=widths,
         largest=geometry.largest,
+        hides_rare=geometry.batch_rows < FINER_BELOW,
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,
         prompts=tuple(captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)),
         beside=geometry.two_parts,

@@ -20,8 +20,8 @@ from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import FIRST_RUNS, FirstRuns, run_once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import CHUNKS, GraphRunner
-from overlap_spec.worker.step import PromptShape
+from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.step import CHUNKS, PromptShape
 
 SHAPES = [PromptShape(16, CHUNKS + 1, 16), PromptShape(24, CHUNKS + 1, 24)]
 WIDTHS = (1, 2, 4)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.worker.graphs import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
+from overlap_spec.sampling.context import COMMON_WORK
+from overlap_spec.worker.graphs import GraphSizes, Reach, two_part_sizes
 from overlap_spec.worker.startup.geometry import largest_batches, two_parts_of
-from overlap_spec.worker.step import PromptShape, StepShape
+from overlap_spec.worker.step import CHUNKS, ROWS, PromptShape, StepShape, captured_shapes
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 PAGES = 1000
@@ -47,6 +48,13 @@ def test_wide_steps_that_cannot_pay_are_not_captured() -> None:
     assert held == [StepShape(80, 8, PAGES), None]
     assert GraphSizes(8, REACH, (16, 64, 80), (1, 8), (80, 64)).batches_of(8) == (16, 64)
     assert sizes.holding(StepShape(81, 1, PAGES), lambda: PAGES) == StepShape(256, 1, PAGES)
+
+
+def test_rare_kinds_of_sampling_after_prompts_of_a_large_model_have_no_graphs() -> None:
+    sizes = GraphSizes(8, REACH, hides_rare=True)
+    shapes = StepShape(0, 8, 0, PromptShape(16, 9, 16)), StepShape(8, 1, PAGES), StepShape(3, 1, PAGES, placed=True)
+    assert [*map(sizes.kinds, shapes)] == [COMMON_WORK, (), ()]
+    assert GraphSizes(8, REACH).kinds(shapes[0]) == ()
 
 
 def held(shapes: list[PromptShape], exact: PromptShape) -> PromptShape | None:

@@ -15,11 +15,11 @@ from overlap_spec.messages import SamplingParams, TwoPartSizes
 from overlap_spec.models.layers.attention import Forwards
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.tree import TreeProposer
-from overlap_spec.worker import graphs
+from overlap_spec.worker import step
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import CHUNKS
 from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.step import CHUNKS
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 
@@ -54,7 +54,7 @@ def test_a_replay_is_two_steps(
 ) -> None:
     """Two rounds on the same graphs. One step has more rows than any size."""
     monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
-    monkeypatch.setattr(graphs, "READS_ALL", 20)  # so the larger size reads last rows alone
+    monkeypatch.setattr(step, "READS_ALL", 20)  # so the larger size reads last rows alone
     apart, captured = executor_of(method, topk), executor_of(method, topk)
     _, alone = replaying(apart, (), ())
     expected = run_mixed(apart, sampling)

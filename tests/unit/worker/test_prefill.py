@@ -14,9 +14,8 @@ from support.tiny.methods import MULTI_LAYER
 from overlap_spec.messages import ChunkWork, SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import captured_shapes
 from overlap_spec.worker.prefill import Chunks, PromptInputs, fields_of
-from overlap_spec.worker.step import PromptShape
+from overlap_spec.worker.step import PromptShape, captured_shapes
 
 
 @pytest.fixture(params=["NONE", "EAGLE3", *MULTI_LAYER])

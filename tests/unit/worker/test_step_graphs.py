@@ -12,12 +12,12 @@ from support.replayed_parts import ReplayedParts, remembering_no_rows
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import StepPlan
-from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import COMMON_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker import capture, graphs as graphs_module
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graphs import Reach, captured_shapes
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.graphs import Reach
+from overlap_spec.worker.step import StepShape, captured_shapes
 
 SIZES = (1, 4)
 WIDTHS = (1, 2, 4)
@@ -157,6 +157,21 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
 def test_of_trees_only_windows_of_one_column_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "SHORT_CONTEXT", 64)
     assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 1)
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 3), ("STANDALONE", 1)])
+def test_rare_kinds_of_sampling_are_launched_after_prompts_of_a_large_model(method: str, topk: int) -> None:
+    launched, replayed, recorder = executor_of(method, topk), executor_of(method, topk), ReplayedParts()
+    runner = runner_of(replayed, (1, 6), WIDTHS, SHAPES, hides_rare=True)
+    runner.capture(recorder)
+    common = len(COMMON_WORK)  # each has a draft of its own
+    assert recorder.counts["judge"] == 2 * 3 * KINDS + 3 * common
+    assert recorder.counts["draft"] == 2 * 2 * DRAFTS + 3 * common
+    replayed.use(runner)
+    for sampling in SAMPLINGS.values():
+        with remembering_no_rows():  # drafts are launched on rows of replays
+            assert run(replayed, sampling) == run(launched, sampling)
 
 
 def test_slots_are_written_into_a_graph_once() -> None:
