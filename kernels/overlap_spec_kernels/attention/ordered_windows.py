@@ -333,7 +333,7 @@ def _attend_to_parts(
             tl.store(stats_ptr + at * 2, highest, mask=live)
             tl.store(stats_ptr + at * 2 + 1, denominator, mask=live)
             tl.store(partial_ptr + at[:, None] * HEAD_DIM + column, acc, mask=mask)
-    if end_part - first_part > 1:  # noqa: SIM102
+    if end_part - first_part > 1:  # noqa: SIM102 (`and` would evaluate both, and count an arrival)
         if _arrive(counter_ptr, active):
             acc, denominator = _merged_parts(
                 partial_ptr, stats_ptr, first_place, first_part, end_part, live, HEAD_DIM, BLOCK_D
