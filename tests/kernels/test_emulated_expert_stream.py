@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, QuantizedStack, Routing
-from overlap_spec_kernels.experts import quantized_products as products
+from overlap_spec_kernels.experts import quantized_products as products, sum_of_experts as rows
 from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
@@ -133,3 +134,95 @@ def test_it_compiles() -> None:
     assert products._stream(
         "gate_up", products._Shape(4, 4, 8, 8), 10, False, False, torch.device("meta")
     )._code._compile()
+
+
+class Row(NamedTuple):
+    """Of a layer in 4 bits of which one row has some experts."""
+
+    hidden: int
+    inner: int
+    top_k: int
+    shared: bool = False
+
+
+ROWS = {
+    "as many tiles as experts": Row(512, 384, 2, shared=True),
+    "more tiles": Row(512, 384, 2),
+    "fewer": Row(1024, 256, 4),
+}
+
+
+@pytest.fixture
+def one_launch(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    """Whose programs all run at once."""
+    caches = rows._row_kernel, rows._row_counter
+    for cache in caches:
+        cache.cache_clear()
+    cuda_emulator.install(monkeypatch, rows)
+    monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 64)
+    yield cuda_emulator
+    for cache in caches:
+        cache.cache_clear()
+
+
+def stacks_of(row: Row) -> tuple[QuantizedStack, QuantizedStack]:
+    """Gate and up, and down."""
+    stacks = []
+    for shape in ((2 * row.inner, row.hidden), (row.hidden, row.inner)):
+        cases = [weight_of(Case(0, *shape, 4, 128, 1), torch.float32) for _ in range(6)]
+        stack = QuantizedStack.of([(weight.data, weight.packing) for weight in cases])
+        stack.data.copy_(guarded(stack.data))
+        stacks.append(stack)
+    return stacks[0], stacks[1]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_row_is_one_launch(one_launch: CudaEmulator, name: str) -> None:
+    """Both products and their sum, again and again: programs are counted on."""
+    row = ROWS[name]
+    (gate_up, down), x = stacks_of(row), guarded(torch.randn(1, row.hidden).to(BFLOAT))
+    for seed in range(3):
+        routing = Routing(torch.randperm(6)[None, : row.top_k].contiguous(), torch.rand(1, row.top_k))
+        residual = torch.randn(1, row.hidden).to(BFLOAT)
+        shared = torch.randn(1, row.hidden).to(BFLOAT) if row.shared else None
+        norm = Norm(torch.rand(row.hidden).to(torch.float32 if row.shared else BFLOAT), 0.1)
+        one_launch.seed, one_launch.written_before = seed, [x, residual, *routing]
+        assert rows.takes_row(x, gate_up, down, routing.experts)
+        found = _experts_add_triton(x, gate_up, down, routing, residual, norm, shared=shared)
+        expected = experts_add_reference(x, gate_up, down, routing, residual, norm, shared=shared)
+        close = 2**-6 * float(expected.values.abs().max())
+        torch.testing.assert_close(found.values, expected.values, rtol=2**-6, atol=close)
+        assert found.squares is not None
+        torch.testing.assert_close(found.squares[:, 0], found.values.float().square().view(-1, 16).sum(1))
+        assert torch.equal(found.weighted, (found.values.float() * norm.weight.float()).to(BFLOAT))
+
+
+def test_what_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows, another type, other groups, zero points, sizes that do not divide, fewer multiprocessors."""
+    monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 64)
+    row = ROWS["fewer"]
+    (gate_up, down), x, experts = stacks_of(row), torch.zeros(1, row.hidden).to(BFLOAT), torch.arange(row.top_k)[None]
+    assert rows.takes_row(x, gate_up, down, experts)
+    assert not rows.takes_row(x, gate_up, down, experts.view(2, 2)) and not rows.takes_row(
+        x.float(), gate_up, down, experts
+    )
+    zeros = replace(gate_up, packing=replace(gate_up.packing, zeros=gate_up.packing.scales + 128))
+    assert not rows.takes_row(x, zeros, down, experts)
+    of_32 = replace(down, packing=replace(down.packing, group=32, part=64))
+    assert not rows.takes_row(x, gate_up, of_32, experts)
+    place = torch.device("cpu")
+    assert rows.RowSizes(1024, 1536, 4).tiles == 12  # more than warps
+    sizes = [(1024, 1536, 4), (1024, 128, 4), (1024, 128, 3), (768, 384, 2), (1024, 64, 8), (2048, 256, 8)]
+    assert not any(rows.RowSizes(*each).fits(place) for each in sizes)
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 63)
+    assert not rows.takes_row(x, gate_up, down, experts)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_one_launch_compiles() -> None:
+    """For a real GPU, in the sizes of Qwen3-30B-A3B."""
+    sizes = rows.RowSizes(2048, 768, 8)
+    assert sizes.num_bytes <= rows._ROW_SHARED
+    assert rows._row_kernel(sizes, False, False, torch.device("meta"))._code._compile()

@@ -131,6 +131,16 @@ __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int b
         : "memory");
 }
 
+// The same, of memory that is not read again soon: it leaves the L2 cache first.
+__device__ __forceinline__ void copy_bytes_once(u32 target, const void* source, int bytes, u32 barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Bring the line of an address into the L2 cache.
 __device__ __forceinline__ void prefetch_line(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

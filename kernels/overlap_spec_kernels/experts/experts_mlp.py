@@ -35,10 +35,12 @@ from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fi
 from overlap_spec_kernels.experts.sum_of_experts import (
     PART,
     Routing,
+    add_row,
     multiply_and_add,
     squares_of,
     sum_of_experts,
     sums_in_product,
+    takes_row,
 )
 from overlap_spec_kernels.language import halves_added, let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
@@ -203,6 +205,14 @@ def _experts_add_triton(
     clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
+    if (
+        isinstance(gate_up, QuantizedStack)
+        and isinstance(down, QuantizedStack)
+        and biases is None
+        and clamp is None
+        and takes_row(x, gate_up, down, routing.experts)
+    ):
+        return add_row(x, gate_up, down, routing, residual, norm, shared)
     if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)

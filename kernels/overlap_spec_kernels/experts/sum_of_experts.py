@@ -3,29 +3,45 @@
 A row's result has the same bits whatever rows are beside it, and however many. On a CPU products are of tiles of `TILE`
 rows, the last one padded, and a row's sum has one order.
 
-On a GPU `multiply_and_add` is for one row; more have `products.multiply` and `experts_mlp.sum_kernel`, with the same
-bits. Both write sums of squares for the norm after them, of 16 columns each (`normed.py`).
+On a GPU one row has `multiply_and_add` in 16 bits, and `add_row` in 4 bits, which is both products and the sum. More
+rows have the products of their format and `experts_mlp.sum_kernel`, with the same bits. All write sums of squares for
+the norm after them, of 16 columns each (`normed.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.language import ampere, cuda, gl
-from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.launch import (
+    GluonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    runs_gluon,
+    shared_zeros,
+)
+from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.norm.normed import Norm, Normed
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 TILE = 4  # rows of a product: on a CPU so many take as long as one
 PART = 16  # columns of a sum of squares, and of a program
 _BLOCK_K = 128  # columns of a step
 _MOST_PLACES, _MOST_INNER = 8, 2048  # experts of a row, and their inner columns
 _SHARED = 176 << 10  # bytes of shared memory: with a router between, a larger ring is not faster
+
+ROW_SOURCE = Path(__file__).parent / "cuda" / "expert_row.cu"
+_ROW_GROUP, _ROW_WARPS, _ROW_SHARED = 128, 8, 222 << 10  # columns with a scale; of a program at most, and bytes
 
 
 class Routing(NamedTuple):
@@ -71,6 +87,93 @@ def in_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Tenso
         missing = TILE - len(tile)
         results[begin : begin + TILE] = compute(F.pad(tile, (0, 0, 0, missing)))[: len(tile)]
     return results
+
+
+class RowSizes(NamedTuple):
+    """Of a program of expert_row.cu, as its names have it."""
+
+    hidden: int
+    inner: int
+    top_k: int
+
+    @property
+    def tiles(self) -> int:
+        return 2 * self.top_k * self.inner // self.hidden
+
+    @property
+    def warps(self) -> int:
+        return max(self.tiles, self.top_k)
+
+    @property
+    def programs(self) -> int:
+        return self.hidden // PART
+
+    @property
+    def num_bytes(self) -> int:
+        """Two stages of a tile, each for a fourth of a row of gate or up, or for a row of down; x, and gated rows."""
+        stage = 16 * (max(self.hidden // 8, self.inner // 2) + 16)
+        return 2 * self.tiles * stage + 2 * self.hidden + 2 * self.top_k * self.inner
+
+    def fits(self, device: torch.device) -> bool:
+        """All programs run at once, and have whole tiles and groups."""
+        even = self.tiles * self.hidden == 2 * self.top_k * self.inner and self.programs & (self.programs - 1) == 0
+        whole = self.hidden % (4 * _ROW_GROUP) == 0 and self.inner % _ROW_GROUP == 0 and self.top_k <= 2 * self.tiles
+        few = self.warps <= _ROW_WARPS and self.programs <= num_multiprocessors(device)
+        return even and whole and few and self.num_bytes <= _ROW_SHARED
+
+
+class _Row(ctypes.Structure):
+    """`Work` of expert_row.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_scales", "down_scales", "x", "experts")),
+        *((name, ctypes.c_void_p) for name in ("weights", "shared", "residual", "norm", "gated", "out", "weighted")),
+        *((name, ctypes.c_void_p) for name in ("squares", "counter")),
+        *((name, ctypes.c_int) for name in ("residual_stride", "size_n", "num_rows")),
+    )
+
+
+def takes_row(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, experts: Tensor) -> bool:
+    """Whether `add_row` takes these: 4 bits, with scales for groups of 128. Shapes: x [T, H], experts [T, k]."""
+    packings = gate_up.packing, down.packing
+    alike = all((each.bits, each.group) == (4, _ROW_GROUP) and each.zeros is None for each in packings)
+    fits = alike and len(experts) == 1 and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
+    return fits and runs_hopper(x.device) and _row_sizes(gate_up, experts).fits(x.device)
+
+
+def _row_sizes(gate_up: QuantizedStack, experts: Tensor) -> RowSizes:
+    _, rows, hidden = gate_up.shape
+    return RowSizes(hidden, rows // 2, experts.shape[1])
+
+
+@functools.cache
+def _row_kernel(sizes: RowSizes, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
+    names = {key.upper(): value for key, value in sizes._asdict().items()}
+    names |= {"WARPS": sizes.warps, "SHARED": int(shared), "WIDE": int(wide)}
+    code = CudaCode(ROW_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
+    return CudaKernel(code, "expert_row", 32 * sizes.warps, sizes.num_bytes)
+
+
+@functools.cache
+def _row_counter(programs: int, device: torch.device) -> Tensor:
+    """Of programs that have met; launches with another number of them have another one."""
+    return shared_zeros(1, device)
+
+
+def add_row(
+    x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm,
+    shared: Tensor | None,
+) -> Normed:  # fmt: skip
+    """All of `experts_add` for one row in a launch. Shapes: x, residual, shared [1, H], routing [1, k]. Sync: never."""
+    sizes = _row_sizes(gate_up, routing.experts)
+    values, weighted = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    gated, squares = x.new_empty(sizes.top_k, sizes.inner), squares_of(values)
+    read = gate_up.data, down.data, gate_up.packing.scales, down.packing.scales, x, *routing, shared, residual
+    written = gated, values, weighted, squares, _row_counter(sizes.programs, x.device)
+    pointers = (None if each is None else each.data_ptr() for each in (*read, norm.weight, *written))
+    kernel = _row_kernel(sizes, shared is not None, norm.weight.dtype == torch.float32, x.device)
+    kernel.launch(sizes.programs, (_Row(*pointers, 0, sizes.hidden, 1),))
+    return Normed(values, weighted, squares, norm.eps)
 
 
 def sums_in_product(weight: Tensor, experts: Tensor) -> bool:

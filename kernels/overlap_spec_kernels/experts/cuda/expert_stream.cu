@@ -21,6 +21,8 @@
 
 #include "hopper.cuh"
 
+#include "expert_sum.cuh"
+
 // What the kernels are given; the same fields in quantized_products.py.
 struct Work {
     const char* weight;        // [E, O, I] float8 e4m3
@@ -39,19 +41,10 @@ struct Work {
     int scale_columns, scale_rows;
 };
 
-constexpr int PLACES = TOP_K < WARPS ? TOP_K : WARPS;  // of `sum_down`, which has a warp for each
 constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
 constexpr int PITCH = COLUMNS + 16;    // rows of W lie in different banks
 constexpr int X_PITCH = 2 * COLUMNS + 16;
 constexpr int X_AT = WARPS * STAGES * 16 * PITCH;  // a warp's columns of the rows of x, after all of W
-
-__device__ __forceinline__ float bfloat16(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 result;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
-    return result;
-}
 
 // Two of the four values in a word, in bfloat16. Their exponents are 120 too small at first; NaN becomes 480.
 template <u32 BYTES>
@@ -238,19 +231,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(const Work wor
     let_next_begin();
     // The choice, and what is added, were written before the gated product, which waited before this kernel began.
     Tile own(memory, barriers, warp);
-    long long expert = work.experts[place], columns = static_cast<long long>(row) * work.size_n + first + lane;
+    long long expert = work.experts[place];
     own.ask(work.weight + (expert * work.size_n + first) * COLUMNS, COLUMNS, 8 * COLUMNS, 0);
-    float scale = 0.0f, residual = 0.0f, beside = 0.0f, norm = 0.0f, weights[PLACES];
+    float scale = 0.0f;
     if (lane < GROUPS)
         scale = work.scales[(expert * GROUPS + lane) * work.scale_columns + first / work.scale_rows];
-    if (warp == 0 && lane < 16) {
-        residual = bfloat16(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
-        norm = WIDE ? static_cast<const float*>(work.norm)[first + lane]
-                    : bfloat16(static_cast<const u16*>(work.norm)[first + lane]);
-        if constexpr (SHARED) beside = bfloat16(work.shared[columns]);
-#pragma unroll
-        for (int i = 0; i < PLACES; ++i) weights[i] = work.weights[row * TOP_K + i];
-    }
+    Added added(work, row, first);
     wait_for_kernels_before();
     own.take_x(work.x + static_cast<long long>(place) * work.x_stride, 0);
     __syncwarp();
@@ -266,19 +252,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(const Work wor
         results[warp][lane / 4 + 8] = bfloat16(rounded(lower));
     }
     __syncthreads();
-    if (warp > 0) return;
-    float total = 0.0f, square = 0.0f;
-    if (lane < 16) {
-#pragma unroll
-        for (int i = 0; i < PLACES; ++i) total = __fmaf_rn(weights[i], results[i][lane], total);
-        if constexpr (SHARED) total = bfloat16(rounded(bfloat16(rounded(total)) + beside));
-        u16 value = rounded(bfloat16(rounded(total)) + residual);
-        float wide = bfloat16(value);
-        work.out[columns] = value;
-        work.weighted[columns] = rounded(wide * norm);
-        square = __fmul_rn(wide, wide);  // not one operation with the sum after it
-    }
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffff, square, step);
-    if (lane == 0) work.squares[first / 16 * work.num_rows + row] = square;
+    if (warp == 0) added.add_up(work, results);
 }

@@ -75,9 +75,10 @@ inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 
+// Without the bits of `prmt` that repeat a sign.
 inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
     u32 result;
-    ptx::prmt<ptx::b32>(result, x, y, selector);
+    ptx::prmt<ptx::b32>(result, x, y, selector & 0x7777);
     return result;
 }
 

@@ -1,0 +1,56 @@
+// The end of a row's experts: their results are added in the order of their weights, with all that is added to that.
+// These are the bits of `sum_kernel` of experts_mlp.py.
+//
+// Whoever includes this has named TOP_K, SHARED and WIDE, and a `Work` with what is read and written here.
+#pragma once
+
+#include "hopper.cuh"
+
+__device__ __forceinline__ float bfloat16(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+}
+
+// What is added to the results of 16 columns of a row, of which each of the first 16 threads has one.
+struct Added {
+    long long at;  // of the lane's column among all
+    int row, first;
+    float residual = 0.0f, beside = 0.0f, norm = 0.0f, weights[TOP_K];
+
+    // Reads it. `first`: of the columns.
+    template <class Work>
+    __device__ __forceinline__ Added(const Work& work, int row, int first) : row(row), first(first) {
+        int lane = threadIdx.x % 32;
+        at = static_cast<long long>(row) * work.size_n + first + lane;
+        if (threadIdx.x >= 16) return;
+        residual = bfloat16(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
+        norm = WIDE ? static_cast<const float*>(work.norm)[first + lane]
+                    : bfloat16(static_cast<const u16*>(work.norm)[first + lane]);
+        if constexpr (SHARED) beside = bfloat16(work.shared[at]);
+#pragma unroll
+        for (int i = 0; i < TOP_K; ++i) weights[i] = work.weights[row * TOP_K + i];
+    }
+
+    // By the first warp. `results` are of each expert, rounded.
+    template <class Work>
+    __device__ __forceinline__ void add_up(const Work& work, const float (*results)[16]) const {
+        int lane = threadIdx.x % 32;
+        float total = 0.0f, square = 0.0f;
+        if (lane < 16) {
+#pragma unroll
+            for (int i = 0; i < TOP_K; ++i) total = __fmaf_rn(weights[i], results[i][lane], total);
+            if constexpr (SHARED) total = bfloat16(rounded(bfloat16(rounded(total)) + beside));
+            u16 value = rounded(bfloat16(rounded(total)) + residual);
+            float wide = bfloat16(value);
+            work.out[at] = value;
+            work.weighted[at] = rounded(wide * norm);
+            square = __fmul_rn(wide, wide);  // not one operation with the sum after it
+        }
+#pragma unroll
+        for (int step = 8; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffff, square, step);
+        if (lane == 0) work.squares[first / 16 * work.num_rows + row] = square;
+    }
+};
