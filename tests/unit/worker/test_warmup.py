@@ -1,7 +1,10 @@
 """What is run once more after captures, and how steps are timed: figures that a disturbance does not reach."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from support.plans import parts_of
 from overlap_spec.features.log_probs.worker import LogProbOutput
 from overlap_spec.messages import NEVER_S, Phase, PrefillCosts, StepCosts, StepPlan
 from overlap_spec.worker.hooks import Hooks
-from overlap_spec.worker.startup import step_times
+from overlap_spec.worker.startup import step_times, warmup
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.step_times import (
     COST_CONTEXT,
@@ -23,7 +26,7 @@ from overlap_spec.worker.startup.step_times import (
     measure_steps,
     queued_steps,
 )
-from overlap_spec.worker.startup.warmup import SMALL_STEP, run_uncaptured
+from overlap_spec.worker.startup.warmup import SMALL_STEP, prepare, run_uncaptured
 
 OUT = SimpleNamespace(outputs=(LogProbOutput(1, 100, torch.device("cpu")),), num_pages=1)  # of the slots
 
@@ -45,6 +48,44 @@ class Recorder:
         self.steps.append([len(work.tokens) // 4 for work in parts_of(plan)])
         self.pages.append(sum(len(work.new_pages) for work in parts_of(plan)))
         return SimpleNamespace(wait=lambda: None)
+
+
+PHASES = {  # what a start runs, says (:) and ends (.), by device and graphs
+    ("cpu", ()): ":warming up|warm_up|.warm-up 0|capture_graphs",
+    ("cuda", ()): ":compiling kernels|.kernels 0|:warming up|warm_up|.warm-up 3|capture_graphs|.kernels 0",
+    (
+        "cuda",
+        (1,),
+    ): ":compiling kernels|.kernels 0|:warming up|warm_up|.warm-up 3|:capturing CUDA graphs|capture_graphs|"
+    ".CUDA graphs 3|run_uncaptured|.long steps 3|.kernels 0",
+}
+
+
+@pytest.mark.parametrize(("device", "graphs"), PHASES)
+def test_a_start_says_what_it_does_in_its_order(
+    device: str, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tells what captures and the steps beside them take."""
+    noted, free = list[str](), iter((100, 40))
+
+    def noting(name: str) -> Callable[..., str]:
+        return lambda *given, **named: noted.append(name) or name
+
+    for name in ("warm_up", "capture_graphs", "run_uncaptured"):
+        monkeypatch.setattr(warmup, name, noting(name))
+    monkeypatch.setattr(warmup, "precompiling", lambda *given: nullcontext(lambda: 3))
+    monkeypatch.setattr(warmup, "free_bytes", lambda _: next(free))
+    settings: Any = SimpleNamespace(model=SimpleNamespace(device=device), graph_batch_sizes=graphs)
+    executor: Any = Recorder()
+    found = prepare(
+        settings,
+        executor,
+        geometry(4, 5, 120),
+        lambda what, done, of: noted.append(f":{what}"),
+        lambda phase, compiling: noted.append(f".{phase} {compiling:g}"),
+    )
+    assert "|".join(noted) == PHASES[device, graphs]
+    assert found == ("capture_graphs", 60 if device == "cuda" else 0)
 
 
 def geometry(num_slots: int, max_chunk: int, max_len: int) -> Geometry:
