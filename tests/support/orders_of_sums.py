@@ -10,11 +10,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear, whole_rows_linear, wide_linear
+from overlap_spec_kernels.linear import (
+    ordered,
+    short_linear,
+    streamed_linear,
+    warpgroup_linear,
+    whole_rows_linear,
+    wide_linear,
+)
 from overlap_spec_kernels.linear.call import num_columns
 from overlap_spec_kernels.linear.dense import cut_for, whole_rows_for
 from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
 from overlap_spec_kernels.linear.packing import Order, Packing
+from overlap_spec_kernels.linear.short_linear import Short, short_for
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles
 from overlap_spec_kernels.linear.whole_rows_linear import WholeRows
@@ -65,9 +73,11 @@ def order_with_the_flag(num_rows: int, size_n: int, size_k: int, gated: bool) ->
     with ExitStack() as patched:
         for module in (ordered, warpgroup_linear):
             patched.enter_context(mock.patch.object(module, "runs_gluon", lambda _: True))
-        cut = ordered.ordered_cut_for(x, weight, gated, ordered.piece_of(weight))
+        patched.enter_context(mock.patch.object(short_linear, "runs_hopper", lambda _: True))
+        piece = ordered.piece_of(weight)
+        cut = short_for(x, weight, gated, piece) or ordered.ordered_cut_for(x, weight, gated, piece)
     assert cut is not None or num_rows > 16
-    if cut is None and (piece := ordered.piece_of(weight)):
+    if cut is None and piece:
         return _order_of_cut(Stream(16, 2 * piece, 2, 1, 2), size_k)
     return IN_ORDER if cut is None else _order_of_cut(cut, size_k)
 
@@ -106,6 +116,8 @@ def _order_of_cut(cut: Any, size_k: int) -> str:
             return BLAS
         case WholeRows(parts=parts, block_k=block_k):
             return f"{parts} parts of {block_k // parts} columns, added"
+        case Short(piece=piece):
+            return _order_of_cut(Stream(16, 2 * piece, 2, 1, 2), size_k)
         case Stream(warps_k=1):
             return IN_ORDER
         case Stream(warps_k=warps, block_k=block_k):

@@ -9,7 +9,8 @@ longer than for W, so every other piece of its K has a sum of its own (`piece_of
 A launch takes longer than a norm there, too. So a norm's work is divided as in `normed.py`: sums of squares of 16
 columns, whose halves are added again and again, and of them every eighth in a sum, then these eight likewise.
 
-    few rows     streamed_linear.py, each of whose warps has all of K or all pieces of one sum, or
+    few rows     short_linear.py: small weights and up to 16 rows of x, whose programs have all of their rows of W;
+                 streamed_linear.py, each of whose warps has all of K or all pieces of one sum, or
                  warpgroup_linear.py, whose programs do: large weights of 9 to 128 rows of x
     more         wide_linear.py: large weights
     else         tiles of x times tiles of W, below
@@ -40,6 +41,7 @@ from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_column
 from overlap_spec_kernels.linear.dense import MatrixOperand, fused_linear_reference, linear_logits_reference
 from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.short_linear import short_for
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
 from overlap_spec_kernels.linear.wide_linear import IN_PARTS, Wide, plain_for, wide_for
@@ -134,7 +136,8 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
 
     def _run(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype, add: Addition | None = None) -> Call:
         rows = rows_of(x)
-        few = ordered_cut_for(rows, self.matrix, gated, self.piece, add is not None)
+        short = short_for(rows, self.matrix, gated, self.piece)
+        few = short or ordered_cut_for(rows, self.matrix, gated, self.piece, add is not None)
         if cut := few or ordered_wide_for(rows, self.matrix, "GATED" if gated else "PLAIN"):
             call = call_of(x, self.matrix, gated, add, dtype, cut.block_n)
             cut.run(call, cut.num_programs(self.matrix, gated))
