@@ -102,6 +102,7 @@ def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.Monke
         check(emulator, case, seed, read_before_wait=seed == 0)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2]], ids=str)
 def test_heads_get_their_norms(emulator: CudaEmulator, case: Case) -> None:
     """Of every size, by weights of both types."""
