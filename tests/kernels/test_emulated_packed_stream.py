@@ -38,6 +38,7 @@ class Run(NamedTuple):
     cluster: int = 1
     warps: int = 8
     early: int = 2
+    wide_norm: bool = False  # of a float32 weight
 
 
 RUNS = {
@@ -81,7 +82,7 @@ def inputs(run: Run) -> tuple[Tensor | Normed, Addition | None, list[Tensor]]:
     x = guarded(torch.randn(run.case.rows, run.case.size_k).to(BFLOAT))
     residual = guarded(torch.randn(run.case.rows, 2 * run.case.size_n).to(BFLOAT))
     squares = guarded(torch.rand(run.parts, run.case.rows) * run.case.size_k / run.parts + 1)
-    norm = Norm(guarded((torch.rand(run.case.size_n) + 0.5).to(BFLOAT)), 0.1)
+    norm = Norm(guarded((torch.rand(run.case.size_n) + 0.5).to(torch.float32 if run.wide_norm else BFLOAT)), 0.1)
     add = Addition(residual[:, : run.case.size_n], norm) if run.adds else None
     return Normed(x, x, squares, 1e-5) if run.scaled else x, add, [x, residual, squares]
 
@@ -157,6 +158,11 @@ def random_run(seed: int) -> tuple[Run, int]:
 def test_any_shape_in_any_division(emulator: CudaEmulator, seed: int) -> None:
     run, emulator.multiprocessors = random_run(seed)
     torch.manual_seed(seed)
+    assert_product(emulator, run)
+
+
+def test_a_norm_in_float32(emulator: CudaEmulator) -> None:
+    run = Run(Case(3, 32, 512, 8, 128, 128), adds=True, wide_norm=True)
     assert_product(emulator, run)
 
 

@@ -93,6 +93,7 @@ class PackedStream(NamedTuple):
             "SCALED": call.squares is not None,
             "WIDE": call.out.dtype == torch.float32,
             "ZEROS": packing.zeros is not None,
+            "WIDE_NORM": call.norm is not None and call.norm.weight.dtype == torch.float32,
         }
         sizes = {
             "BITS": packing.bits,

@@ -128,6 +128,8 @@ class QuantizedWeight(PackedWeight):
         return quantized_linear_reference(x, self, True) if self._runs_reference(x) else self._dense().gated(x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if norm.weight.dtype != self.dtype and not isinstance(self.cut(x, False), PackedStream):
+            return LinearOperand.add(self, x, residual, norm)  # others have norms of their own type
         if out := self._launch(x, False, Addition(residual, norm), self.dtype):
             return out
         if not self._runs_reference(x):

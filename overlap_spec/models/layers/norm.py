@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from overlap_spec_kernels import Norm as KernelNorm, Normed, add_rms_norm, rms_norm
 from overlap_spec_kernels.launch import runs_triton
+from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.norm.norm_heads import HeadNorms, UnnormedHeads
 from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import AnyLinear, Linear
+from overlap_spec.models.layers.linear import AnyLinear, FusedLinear, Linear
 from overlap_spec.models.work import ForwardWork, product_work, total_work
 
 
@@ -58,7 +59,7 @@ class RMSNorm(KernelNorm):
 class WideRMSNorm:
     """Root-mean-square norm with a weight in float32 or wider, rounded once after it (Gemma: the weight is 1 + w).
 
-    Of linears, those of a type's own width take such a weight into their kernels.
+    Of linears, those of a type's own width take such a weight into their kernels, and those of few bits with few rows.
     """
 
     weight: Tensor  # [H] f32 or f64
@@ -77,7 +78,8 @@ class WideRMSNorm:
         return Normed(residual, self(residual))
 
     def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
-        if isinstance(linear, Linear) and linear.fused:
+        is_packed = isinstance(linear, FusedLinear) and isinstance(linear.operand, QuantizedWeight)
+        if is_packed or (isinstance(linear, Linear) and linear.fused):
             return linear.add(x, residual, KernelNorm(self.weight, self.eps))
         rows, values = add_rms_norm(linear(x), residual, self.weight, self.eps)
         return Normed(values, rows)

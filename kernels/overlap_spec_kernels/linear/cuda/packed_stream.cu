@@ -35,6 +35,7 @@
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
 //     EARLY       stages that are asked for before x       SCALE     type of scales: one of `ScaleType`
+//     WIDE_NORM   1: the weight of the norm is float32
 //     GROUP       columns that share a scale; 0: a row
 //
 //     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
@@ -55,7 +56,7 @@ struct Work {
     const u16* x;          // [T, K] bfloat16, rows x_stride apart
     const float* squares;  // [num_squares, T]
     const u16* residual;   // [T, size_n], rows residual_stride apart
-    const u16* norm;       // [size_n]
+    const void* norm;      // [size_n] bfloat16, or float32 if WIDE_NORM
     void* out;             // [T, size_n] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, size_n]
     float* sums;           // [size_n / 16, T]

@@ -125,13 +125,19 @@ __device__ __forceinline__ void prefetch_constants(const Work& work, const Items
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
         if (SCALE == ROW_FLOAT32) prefetch_lines(of_rows + half * work.size_n + column, columns * 4, lane, 32);
-    if (ADD) prefetch_lines(work.norm + column, columns * 2, lane, 32);
+    constexpr int OF_NORM = WIDE_NORM ? 4 : 2;
+    if (ADD) prefetch_lines(static_cast<const char*>(work.norm) + column * OF_NORM, columns * OF_NORM, lane, 32);
 }
 
 __device__ __forceinline__ void prefetch_residual(const Work& work, const Items& items) {
     int row = threadIdx.x % 32;
     if (!ADD || items.count == 0 || row >= work.num_rows) return;
     prefetch_lines(work.residual + row * work.residual_stride + items.first * 16, items.count * 32, 0, 1);
+}
+
+__device__ __forceinline__ float norm_at(const Work& work, int column) {
+    if constexpr (WIDE_NORM) return static_cast<const float*>(work.norm)[column];
+    return widen_bfloat16(static_cast<const u16*>(work.norm)[column]).x;
 }
 
 // What the results of an item are computed with, loaded while other warps still multiply.
@@ -148,7 +154,7 @@ struct Inputs {
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
                 scales[half][j] = (SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f) * UNITS[j];
-            norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
+            norm[j] = ADD ? norm_at(work, at) : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
                 bool there = ADD && row_of(i) < work.num_rows;
