@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, QuantizedStack, Routing
-from overlap_spec_kernels.experts import quantized_products as products, sum_of_experts as rows
+from overlap_spec_kernels.experts import quantized_products, quantized_streams as products, sum_of_experts as rows
 from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
+from overlap_spec_kernels.experts.products import Places
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def test_gate_and_up(emulator: CudaEmulator, name: str) -> None:
     expected = F.silu(gate) * up
     assert products.streams_gate(x, weight, routing.experts)
     emulator.seed, emulator.written_before = list(CASES).index(name), [wide]
-    found = products._gate_up(x, weight, routing.experts)
+    found = products.multiply_few(x, weight, routing.experts)
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
 
@@ -132,7 +133,7 @@ def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
 def test_it_compiles() -> None:
     """For a real GPU, as the emulator runs it."""
     assert products._stream(
-        "gate_up", products._Shape(4, 4, 8, 8), 10, False, False, torch.device("meta")
+        "multiply_rows", products._Shape(1, 16, 8, 8, 1, listed=1, boxes=1), 10, False, False, torch.device("meta")
     )._code._compile()
 
 
@@ -226,3 +227,28 @@ def test_one_launch_compiles() -> None:
     sizes = rows.RowSizes(2048, 768, 8)
     assert sizes.num_bytes <= rows._ROW_SHARED
     assert rows._row_kernel(sizes, False, False, torch.device("meta"))._code._compile()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_tiles_of_listed_places(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+    """Of 40 rows, which one launch lists: an expert of none, one of a few, one of all."""
+    monkeypatch.setattr(products, "_LISTED", 16)
+    sizes = Sizes(40, 2, 512, 256)
+    weight = stack_of(sizes, 2 * sizes.inner, sizes.hidden)
+    experts = torch.randint(1, sizes.experts - 1, (sizes.rows, 1))
+    experts = torch.cat((experts, torch.full_like(experts, sizes.experts - 1)), dim=1)
+    found = [(experts.flatten() == expert).nonzero()[:, 0] for expert in range(sizes.experts)]
+    listed = torch.full((sizes.experts, sizes.rows), -(1 << 20), dtype=torch.int32)
+    for row, each in zip(listed, found, strict=True):
+        row[: len(each)] = each
+    places = Places(experts, torch.tensor([len(each) for each in found], dtype=torch.int32), listed)
+    x = guarded(torch.randn(sizes.rows, sizes.hidden).to(BFLOAT))
+    expected = of_places(x.repeat_interleave(2, dim=0), weight, experts)
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    assert products.streams_listed(x, weight, places, gated)
+    for seed in range(2):
+        emulator.seed, emulator.written_before = seed, [x, places.counts]
+        actual = quantized_products.multiply_quantized(x, weight, None, places, True, gated, None)
+        torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))

@@ -6,7 +6,7 @@
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
 For one row `sum_of_experts.multiply_and_add` is the last two in one launch, with the same bits, and for a few rows of
-float8 `quantized_products.sum_down`.
+float8 `quantized_streams.sum_down`.
 
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
@@ -26,11 +26,9 @@ from overlap_spec_kernels.experts.products import Clamp, Places, multiply, place
 from overlap_spec_kernels.experts.quantized_products import (
     multiply_quantized,
     multiply_tiles,
-    streams_gate,
-    streams_sum,
-    sum_down,
     takes_tiles,
 )
+from overlap_spec_kernels.experts.quantized_streams import streams_gate, streams_sum, sum_down
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import (
     PART,

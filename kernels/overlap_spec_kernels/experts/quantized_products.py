@@ -5,16 +5,14 @@ many rows of x it has, and is an operand of `wgmma` there. Its columns are added
 tiles of all sizes. Two values are widened at once: a conversion of each would take longer than memory takes to bring
 it. Of gate and up a program has rows in turn, so that tiles of 64 rows, the smallest that `wgmma` takes, are many.
 
-Float8 in blocks has kernels in CUDA C++ with the same bits. Up to 32 rows of x, `expert_stream.cu` asks for more of W
-at once, and its second kernel adds up each row's experts. From 64 rows of an expert on, `expert_tiles.cu` takes as many
-as there are: tiles of Triton's have a power of 2.
+Float8 in blocks has kernels in CUDA C++ with the same bits. An expert of few rows has `quantized_streams.py`. From 64
+rows of an expert on, `expert_tiles.cu` takes as many as there are: tiles of Triton's have a power of 2.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,25 +29,23 @@ from overlap_spec_kernels.experts.products import (
     tile_of_place,
     wait_for_choice,
 )
+from overlap_spec_kernels.experts.quantized_streams import (
+    multiply_few,
+    multiply_listed,
+    streams_gate,
+    streams_listed,
+)
 from overlap_spec_kernels.experts.stacks import QuantizedStack
-from overlap_spec_kernels.experts.sum_of_experts import PART, Routing, squares_of
 from overlap_spec_kernels.language import tl, wait
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.linear.packing import of_8_bits, widened
-from overlap_spec_kernels.norm.normed import Norm, Normed
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 
 # Rows of x, and of W, of gate and up together: `wgmma` takes 64 or more. A step of the loop is a run of columns.
 _WIDE = Tile(16, 32, 128, 4, 2)  # float32
 _FEW = {True: Tile(16, 64, 128, 4, 3), False: Tile(16, 64, 128, 4, 3)}  # by `gated`
 _SOME = Tile(64, 128, 128, 4, 3)
-
-SOURCE = Path(__file__).parent / "cuda" / "expert_stream.cu"
-_MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
-_GATE_WARPS = {8: 8, _MOST_STREAMED: 4}  # that divide K, at most, by the most rows
-_GATE_COLUMNS, _GATE_TILES = 8, 8  # of gate and up at a time, and how often with several rows
-_SHARED = 210 << 10  # bytes of a program at most
 
 TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
 _TILED = 64  # rows of an expert on average from which it multiplies
@@ -87,9 +83,11 @@ def multiply_quantized(
 ) -> Tensor:  # fmt: skip
     """See `products.multiply`."""
     if first and gated and clamp is None and bias is None and streams_gate(x, weight, places.experts):
-        return _gate_up(x, weight, places.experts)
+        return multiply_few(x, weight, places.experts)
     (num_experts, rows, size_k), pairs, packing = weight.shape, places.experts.numel(), weight.packing
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
+    if clamp is None and bias is None and streams_listed(x, weight, places, gated):
+        return multiply_listed(x, weight, places, gated, top_k if first else 1)
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
     tile = quantized_tile(pairs, num_experts, gated, packing.bits, x.element_size() > 2)
     if isinstance(tile, ManyRows):
@@ -245,101 +243,6 @@ __device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&w)[4
         : {operands} : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(static_cast<int>(add)));
 }}
 """
-
-
-class _Work(ctypes.Structure):
-    """`Work` of expert_stream.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scales", "x", "experts", "out", "weights", "shared")),
-        *((name, ctypes.c_void_p) for name in ("residual", "norm", "weighted", "squares")),
-        *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows")),
-        *((name, ctypes.c_int) for name in ("scale_columns", "scale_rows")),
-    )
-
-
-class _Shape(NamedTuple):
-    """Of a program of expert_stream.cu, as its names have it."""
-
-    groups: int
-    warps: int
-    rows: int = 1
-    tiles: int = 1
-
-    @property
-    def stages(self) -> int:
-        """Of W."""
-        return min(self.tiles, 2)
-
-    @property
-    def num_bytes(self) -> int:
-        """W and x of each warp, with 16 bytes between rows."""
-        return self.warps * (16 * self.stages * (128 * self.groups + 16) + self.rows * (256 * self.groups + 16))
-
-
-def _gate_shape(weight: QuantizedStack, num_rows: int) -> _Shape:
-    """Columns of a program have the same scales."""
-    _, rows, size_k = weight.shape
-    whole = math.gcd(rows // 2, weight.packing.scale_rows) // _GATE_COLUMNS
-    warps = math.gcd(size_k // 128, _GATE_WARPS[8 if num_rows <= 8 else _MOST_STREAMED])
-    return _Shape(size_k // 128 // warps, warps, *((1, 1) if num_rows == 1 else (8, math.gcd(whole, _GATE_TILES))))
-
-
-def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
-    """Whether the first product is one of expert_stream.cu. Shapes: x [T, I], experts [T, k]."""
-    _, rows, size_k = weight.shape
-    whole = size_k % 256 == 0 and rows // 2 % _GATE_COLUMNS == 0  # two warps, whose threads finish 8 rows
-    return whole and _streams(x, weight, experts, _gate_shape(weight, len(experts)))
-
-
-def streams_sum(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
-    """Whether `sum_down` takes these. Shapes: x [T, H], of the type of the second product's, experts [T, k]."""
-    _, rows, size_k = weight.shape
-    whole = size_k % 128 == 0 and rows % PART == 0
-    return whole and _streams(x, weight, experts, _Shape(size_k // 128, experts.shape[1]))
-
-
-def _streams(x: Tensor, weight: QuantizedStack, experts: Tensor, shape: _Shape) -> bool:
-    packing, fits = weight.packing, shape.num_bytes <= _SHARED
-    is_known = packing.bits == 8 and packing.group == 128 and packing.zeros is None and packing.scale_rows % PART == 0
-    few = len(experts) <= _MOST_STREAMED and experts.shape[1] <= _MOST_PLACES and x.dtype == torch.bfloat16
-    return is_known and fits and few and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and runs_hopper(x.device)
-
-
-@functools.cache
-def _stream(name: str, shape: _Shape, top_k: int, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
-    sizes = {key.upper(): value for key, value in shape._asdict().items()}
-    sizes |= {"STAGES": shape.stages, "TOP_K": top_k, "SHARED": int(shared), "WIDE": int(wide)}
-    code = CudaCode(SOURCE, tuple(f"{key}={value}" for key, value in sizes.items()))
-    return CudaKernel(code, name, 32 * shape.warps, shape.num_bytes)
-
-
-def _gate_up(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
-    """silu(gate) * up of every place. Shapes: x [T, I], experts [T, k] -> [T * k, O / 2]. Sync: never."""
-    (_, rows, _), (num_rows, top_k), scales = weight.shape, experts.shape, weight.packing.scales
-    out = torch.empty((experts.numel(), rows // 2), dtype=x.dtype, device=x.device)
-    read = (each.data_ptr() for each in (weight.data, scales, x, experts, out))
-    sizes = x.stride(0), 0, rows // 2, num_rows, scales.shape[2], weight.packing.scale_rows
-    shape = _gate_shape(weight, num_rows)
-    programs = rows // 2 // _GATE_COLUMNS // shape.tiles * experts.numel()
-    _stream("gate_up", shape, top_k, False, False, x.device).launch(programs, (_Work(*read, *[None] * 6, *sizes),))
-    return out
-
-
-def sum_down(
-    x: Tensor, weight: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
-) -> Normed:
-    """See `sum_of_experts.multiply_and_add`: of a few rows. Shapes: x [T * k, I], routing [T, k], others [T, H]."""
-    (_, rows, size_k), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
-    values, weighted = (torch.empty((num_rows, rows), dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = squares_of(values)
-    read = weight.data, scales, x, routing.experts, values, routing.weights, shared, residual, norm.weight
-    pointers = (None if each is None else each.data_ptr() for each in (*read, weighted, squares))
-    sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows
-    shape, wide = _Shape(size_k // 128, top_k), norm.weight.dtype == torch.float32
-    kernel = _stream("sum_down", shape, top_k, shared is not None, wide, x.device)
-    kernel.launch(rows // PART * num_rows, (_Work(*pointers, *sizes),))
-    return Normed(values, weighted, squares, norm.eps)
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))

@@ -1,11 +1,13 @@
 // The two products of experts in float8 with a scale for each block of 128 columns, for few rows of x, on Hopper.
 //
-// A warp has 16 rows of W at a time, which are copied in runs to its own shared memory. So much of W is on its way that
-// memory is never idle, and little is left to do when it arrives.
+// 16 rows of W at a time are two boxes that the copy engine brings: it takes as long for a run of 256 bytes as for one of
+// some thousand. Of one row of x they are runs of each warp: the first box of a program comes later. So much of W is on
+// its way that memory is never idle, and little is left to do when it arrives.
 //
-//     gate_up   a program has 8 columns of gate and up at a time, for up to 8 rows of one expert; its warps divide K.
-//               Each leaves the sums of its blocks of 128 columns, which are scaled and added in their order
-//     sum_down  a program has 16 columns of one row; each warp has an expert. They are added in the order of their
+//     multiply_rows  a program has 8 columns of gate and up at a time, or 16 of the second product, for up to 8 rows of
+//                    one expert; its warps divide K. Each leaves the sums of its blocks of 128 columns, which are
+//                    scaled and added in their order
+//     sum_down  a program has 16 columns of one row at a time; each warp has an expert. They are added in the order of their
 //               weights, with all that is added to that: see `sum_kernel` of experts_mlp.py, whose bits these are
 //
 // A product adds 16 columns of K at once. A lane takes four neighbouring ones of W, which are others than the
@@ -15,21 +17,26 @@
 //
 //     GROUPS  blocks of 128 columns of a warp     WARPS   of a program: parts of K, or experts of a row
 //     TOP_K   experts of a row                    ROWS    of x in a product: 1 or 8
-//     TILES   of a program, of 8 columns          STAGES  of them that are on their way
+//     TILES   of a program, of 8 or 16 columns    STAGES  of them that are on their way; of `sum_down` 1
 //     SHARED  1: the result of an expert that all rows have is added to the sum
+//     GATED   1: silu(gate) * up                  LISTED  1: tiles are of listed places, of any number of rows
+//     BOXES   1: W comes in boxes, else in runs
+//     WHOLE   1: the warps share rows of W, whose columns they divide; 0: each has its own
 //     WIDE    1: the weight of the norm is float32
 
 #include "hopper.cuh"
 
 #include "expert_sum.cuh"
 
-// What the kernels are given; the same fields in quantized_products.py.
+// What the kernels are given beside the map of W; the same fields in quantized_products.py.
 struct Work {
     const char* weight;        // [E, O, I] float8 e4m3
     const float* scales;       // [E, I / 128, scale_columns]
     const u16* x;              // rows x_stride apart
     const long long* experts;  // [T, TOP_K]
     u16* out;
+    const int* counts;         // [E], and
+    const int* listed;         // [E, T]: places, if LISTED
     const float* weights;      // [T, TOP_K]
     const u16 *shared, *residual;  // [T, O], rows of the residual residual_stride apart
     const void* norm;          // [O], float32 if WIDE, else bfloat16
@@ -39,12 +46,16 @@ struct Work {
     int size_n;                // columns of the result
     int num_rows;              // T
     int scale_columns, scale_rows;
+    int per_row, num_experts;  // places of a row of x
 };
 
+constexpr int MOST_EXPERTS = 1024;
 constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
-constexpr int PITCH = COLUMNS + 16;    // rows of W lie in different banks
+constexpr int PITCH = COLUMNS + 16;    // of rows that come in runs, which so lie in different banks
+constexpr int HALF = 8 * (BOXES ? (WHOLE ? WARPS : 1) * COLUMNS : PITCH);  // of boxes [128 columns][row], swizzled
+static_assert(BOXES || !WHOLE);
 constexpr int X_PITCH = 2 * COLUMNS + 16;
-constexpr int X_AT = WARPS * STAGES * 16 * PITCH;  // a warp's columns of the rows of x, after all of W
+constexpr int X_AT = (WHOLE ? 1 : WARPS) * STAGES * 2 * HALF;  // a warp's columns of rows of x, after all of W
 
 // Two of the four values in a word, in bfloat16. Their exponents are 120 too small at first; NaN becomes 480.
 template <u32 BYTES>
@@ -58,31 +69,44 @@ __device__ __forceinline__ u32 widened(u32 word) {
 
 constexpr u32 FIRST_TWO = 0x1804, LAST_TWO = 0x3a24;  // bytes 1, 0 and 3, 2, each above zeros or the lower one's sign
 
-// 16 rows of W of a warp, its columns of some rows of x, and the products of both.
+// 16 rows of W, of which a warp has some columns; its columns of some rows of x, and the products of both.
 struct Tile {
     char *w, *x;  // of the first stage; of the first row
     u64* barriers;
     int lane;
 
     __device__ __forceinline__ Tile(char* memory, u64* all, int warp) {
-        w = memory + warp * STAGES * 16 * PITCH;
+        w = memory + warp * (WHOLE ? 8 * COLUMNS : STAGES * 2 * HALF);
         x = memory + X_AT + warp * ROWS * X_PITCH;
-        barriers = all + warp * STAGES;
+        barriers = all + (WHOLE ? 0 : warp * STAGES);
         lane = threadIdx.x % 32;
-        if (lane == 0) {
+        if (WHOLE ? threadIdx.x == 0 : lane == 0) {
 #pragma unroll
             for (int stage = 0; stage < STAGES; ++stage) set_up(barriers + stage, 1);
             show_to_copies();
         }
-        __syncwarp();
+        if (WHOLE) __syncthreads();
+        else __syncwarp();
     }
 
-    // Rows 0..7 begin at `from`, `pitch` bytes apart, and rows 8..15 `half` bytes behind them.
-    __device__ __forceinline__ void ask(const char* from, long long pitch, long long half, int stage) const {
-        if (lane == 0) expect(barriers + stage, 16 * COLUMNS);
-        __syncwarp();
-        const char* row = from + lane % 8 * pitch + lane / 8 % 2 * half;
-        if (lane < 16) copy_bytes(shared(w + (stage * 16 + lane) * PITCH), row, COLUMNS, shared(barriers + stage));
+    // Rows `first` and the next seven, and those `half` rows behind them, from this block of 128 columns on. Of a warp
+    // that shares them, all columns. `bytes`: of a row of W.
+    __device__ __forceinline__ void ask(
+        const TensorMap* map, const Work& work, int bytes, int block, int first, int half, int stage
+    ) const {
+        if constexpr (BOXES) {
+            if (lane > 0) return;
+            u32 to = shared(w + stage * 2 * HALF);
+            expect(barriers + stage, 2 * HALF);
+            copy_box(to, map, barriers + stage, block, first / 8);
+            copy_box(to + HALF, map, barriers + stage, block, (first + half) / 8);
+        } else {
+            if (lane == 0) expect(barriers + stage, 16 * COLUMNS);
+            __syncwarp();
+            long long row = first + lane % 8 + lane / 8 % 2 * half;
+            u32 to = shared(w + stage * 2 * HALF + lane * PITCH);
+            if (lane < 16) copy_bytes(to, work.weight + row * bytes + block * 128, COLUMNS, shared(barriers + stage));
+        }
     }
 
     // `from`: the warp's columns of a row.
@@ -96,10 +120,13 @@ struct Tile {
     __device__ __forceinline__ void load(
         u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row
     ) const {
-        u32 from = shared(w + (stage * 16 + lane % 16) * PITCH + lane / 16 * 16 + group * 128);
+        u32 from = shared(w + (stage * 2 + lane / 8 % 2) * HALF);
+        from += BOXES ? group * 1024 + lane % 8 * 128 : group * 128 + lane % 8 * PITCH;
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair)
-            load_matrices(from + pair * 32, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
+        for (int pair = 0; pair < 4; ++pair) {
+            u32 at = from + ((pair * 2 + lane / 16) ^ (BOXES ? lane % 8 : 0)) * 16;
+            load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             columns[i] = *reinterpret_cast<const uint2*>(x + row * X_PITCH + group * 256 + i * 32 + lane % 4 * 8);
@@ -139,12 +166,13 @@ __device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int ro
     }
 }
 
-// Up to 8 rows of x that have chosen an expert, as columns of a product. A place that is the first, the ninth, .. of its
-// expert has columns: its own, and those of the next seven.
+// Up to 8 rows of x that have chosen an expert, as columns of a product. Without lists a place that is the first, the
+// ninth, .. of its expert has columns: its own, and those of the next seven.
 struct Columns {
     int count = 1, own;  // place of the lane's own column
+    long long expert;
 
-    __device__ __forceinline__ Columns(const Work& work, long long expert, int place) : own(place) {
+    __device__ __forceinline__ Columns(const Work& work, int place) : own(place), expert(work.experts[place]) {
         if constexpr (ROWS > 1) {
             int row = threadIdx.x % 32, at = -1;
 #pragma unroll
@@ -160,34 +188,68 @@ struct Columns {
             own = __shfl_sync(0xffffffff, at, of_column);
         }
     }
+
+    // The eight of a tile, among those of all experts in their order; none behind the last one.
+    __device__ __forceinline__ Columns(const Work& work, int tile, int (&ends)[MOST_EXPERTS]) : count(0), own(0) {
+        int lane = threadIdx.x % 32, before = 0, chunk = 0, chunks = (work.num_experts + 31) / 32;
+        for (int i = threadIdx.x / 32; i < chunks; i += WARPS) {
+            int e = i * 32 + lane, sum = e < work.num_experts ? (work.counts[e] + 7) / 8 : 0;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                int other = __shfl_up_sync(0xffffffff, sum, step);
+                if (lane >= step) sum += other;
+            }
+            ends[e] = sum;
+        }
+        __syncthreads();
+        for (; chunk < chunks && before + ends[chunk * 32 + 31] <= tile; ++chunk) before += ends[chunk * 32 + 31];
+        if (chunk == chunks) return;
+        int first = __ffs(__ballot_sync(0xffffffff, before + ends[chunk * 32 + lane] > tile)) - 1;
+        if (first > 0) before += ends[chunk * 32 + first - 1];
+        expert = chunk * 32 + first;
+        int begin = (tile - before) * 8;
+        count = min(work.counts[expert] - begin, 8);
+        own = work.listed[expert * work.num_rows + begin + min(lane / 4, count - 1)];
+    }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_up(const Work work) {
-    extern __shared__ __align__(128) char memory[];
+extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+) {
+    extern __shared__ __align__(1024) char memory[];
     __shared__ u64 barriers[WARPS * STAGES];
     __shared__ float scales[WARPS * GROUPS][2];
     __shared__ float sums[WARPS * GROUPS][16][ROWS];
     __shared__ int places[8];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = work.size_n / (8 * TILES);
-    int first = blockIdx.x % runs * TILES * 8, place = blockIdx.x / runs;
+    constexpr int BLOCK = GATED ? 8 : 16;  // columns of the result at a time
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = work.size_n / (BLOCK * TILES);
+    int first = blockIdx.x % runs * TILES * BLOCK, number = blockIdx.x / runs, half = GATED ? work.size_n : 8;
     Tile own(memory, barriers, warp);
     wait_for_kernels_before();
     let_next_begin();
-    long long expert = work.experts[place];
-    Columns columns(work, expert, place);
+#if LISTED
+    __shared__ int ends[MOST_EXPERTS];
+    Columns columns(work, number, ends);
+#else
+    Columns columns(work, number);
+#endif
     if (columns.count == 0) return;
-    constexpr long long ROW = WARPS * COLUMNS;
-    const char* from = work.weight + (expert * 2 * work.size_n + first) * ROW + warp * COLUMNS;
+    long long expert = columns.expert;
+    int from = static_cast<int>(expert) * (GATED ? 2 : 1) * work.size_n + first, block = WHOLE ? 0 : warp * GROUPS;
+    bool asks = !WHOLE || warp == 0;
+    if (asks) {
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) own.ask(from + stage * 8 * ROW, ROW, work.size_n * ROW, stage);
+        for (int stage = 0; stage < STAGES; ++stage)
+            own.ask(&w_map, work, WARPS * COLUMNS, block, from + stage * BLOCK, half, stage);
+    }
     for (int i = threadIdx.x; i < WARPS * GROUPS * 2; i += 32 * WARPS) {
-        int row = first + i % 2 * work.size_n;
+        int row = first + i % 2 * (GATED ? work.size_n : 0);
         scales[i / 2][i % 2] =
             work.scales[(expert * (WARPS * GROUPS) + i / 2) * work.scale_columns + row / work.scale_rows];
     }
     for (int column = 0; column < columns.count; ++column) {
         int at = __shfl_sync(0xffffffff, columns.own, column * 4);
-        own.take_x(work.x + static_cast<long long>(at / TOP_K) * work.x_stride + warp * COLUMNS, column);
+        own.take_x(work.x + static_cast<long long>(at / work.per_row) * work.x_stride + warp * COLUMNS, column);
     }
     if (warp == 0 && lane % 4 == 0) places[lane / 4] = columns.own;
     __syncwarp();
@@ -205,52 +267,67 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_up(const Work work
                 to[lane / 4 + 8][0] = found[2];
             }
         });
-        __syncwarp();
-        if (tile + STAGES < TILES) own.ask(from + (tile + STAGES) * 8 * ROW, ROW, work.size_n * ROW, stage);
         __syncthreads();
+        if (asks && tile + STAGES < TILES)
+            own.ask(&w_map, work, WARPS * COLUMNS, block, from + (tile + STAGES) * BLOCK, half, stage);
         if (of < columns.count) {
-            float gate = 0.0f, up = 0.0f;
+            float upper = 0.0f, lower = 0.0f;
 #pragma unroll
             for (int group = 0; group < WARPS * GROUPS; ++group) {
-                gate = __fmaf_rn(sums[group][result][of], scales[group][0], gate);
-                up = __fmaf_rn(sums[group][result + 8][of], scales[group][1], up);
+                upper = __fmaf_rn(sums[group][result][of], scales[group][0], upper);
+                lower = __fmaf_rn(sums[group][result + 8][of], scales[group][1], lower);
             }
-            long long at = static_cast<long long>(places[of]) * work.size_n + first + tile * 8 + result;
-            work.out[at] = rounded(gated(gate, up));
+            long long at = static_cast<long long>(places[of]) * work.size_n + first + tile * BLOCK + result;
+            work.out[at] = rounded(GATED ? gated(upper, lower) : upper);
+            if (!GATED) work.out[at + 8] = rounded(lower);
         }
         if (tile + 1 < TILES) __syncthreads();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(const Work work) {
-    extern __shared__ __align__(128) char memory[];
-    __shared__ u64 barriers[WARPS * STAGES];
-    __shared__ float results[WARPS][16];
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ u64 barriers[WARPS];
+    __shared__ float results[2][WARPS][16];  // of tiles in turn
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int row = blockIdx.x % work.num_rows, first = blockIdx.x / work.num_rows * 16, place = row * TOP_K + warp;
+    int row = blockIdx.x % work.num_rows, first = blockIdx.x / work.num_rows * TILES * 16, place = row * TOP_K + warp;
     let_next_begin();
     // The choice, and what is added, were written before the gated product, which waited before this kernel began.
     Tile own(memory, barriers, warp);
     long long expert = work.experts[place];
-    own.ask(work.weight + (expert * work.size_n + first) * COLUMNS, COLUMNS, 8 * COLUMNS, 0);
-    float scale = 0.0f;
-    if (lane < GROUPS)
-        scale = work.scales[(expert * GROUPS + lane) * work.scale_columns + first / work.scale_rows];
+    int from = static_cast<int>(expert) * work.size_n + first;
+    own.ask(&w_map, work, COLUMNS, 0, from, 8, 0);
+    const float* scales = work.scales + (expert * GROUPS + min(lane, GROUPS - 1)) * work.scale_columns;
     Added added(work, row, first);
+    float scale = scales[first / work.scale_rows];
     wait_for_kernels_before();
     own.take_x(work.x + static_cast<long long>(place) * work.x_stride, 0);
     __syncwarp();
-    wait(own.barriers, 0);
-    float upper = 0.0f, lower = 0.0f;
-    multiply_all(own, 0, 0, [&](int group, const float (&found)[4]) {
-        float of_group = __shfl_sync(0xffffffff, scale, group);
-        upper = __fmaf_rn(found[0], of_group, upper);
-        lower = __fmaf_rn(found[2], of_group, lower);
-    });
-    if (lane % 4 == 0) {
-        results[warp][lane / 4] = bfloat16(rounded(upper));
-        results[warp][lane / 4 + 8] = bfloat16(rounded(lower));
+#pragma unroll 1
+    for (int tile = 0; tile < TILES; ++tile, first += 16) {
+        wait(own.barriers, tile % 2);
+        float upper = 0.0f, lower = 0.0f;
+        multiply_all(own, 0, 0, [&](int group, const float (&found)[4]) {
+            float of_group = __shfl_sync(0xffffffff, scale, group);
+            upper = __fmaf_rn(found[0], of_group, upper);
+            lower = __fmaf_rn(found[2], of_group, lower);
+        });
+        bool more = tile + 1 < TILES;
+        if (more) {
+            __syncwarp();
+            own.ask(&w_map, work, COLUMNS, 0, from + (tile + 1) * 16, 8, 0);
+            scale = scales[(first + 16) / work.scale_rows];
+        }
+        float(&to)[WARPS][16] = results[tile % 2];
+        if (lane % 4 == 0) {
+            to[warp][lane / 4] = bfloat16(rounded(upper));
+            to[warp][lane / 4 + 8] = bfloat16(rounded(lower));
+        }
+        __syncthreads();
+        if (warp > 0) continue;
+        added.add_up(work, to);
+        if (more) added = Added(work, row, first + 16);
     }
-    __syncthreads();
-    if (warp == 0) added.add_up(work, results);
 }

@@ -1,0 +1,183 @@
+"""Products of rows with the matrices of their experts in float8 with scales of blocks, of few rows, in CUDA C++.
+
+The kernels of expert_stream.cu ask for more of W at once than `quantized_products.py`, and have its bits. Up to 32 rows
+of x the second product adds up each row's experts. Of more rows tiles of 8 places are listed, with up to 8 rows of an
+expert on average.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.experts.products import Places
+from overlap_spec_kernels.experts.stacks import QuantizedStack
+from overlap_spec_kernels.experts.sum_of_experts import PART, Routing, squares_of
+from overlap_spec_kernels.norm.normed import Norm, Normed
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map, runs_hopper
+
+SOURCE = Path(__file__).parent / "cuda" / "expert_stream.cu"
+_MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
+_GATE_WARPS = 8, 16  # that divide K, at most, with one row and with several
+_GATE_COLUMNS, _GATE_TILES = 8, (1, 8)  # of gate and up at a time, and how often
+_LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
+_SUM_TILES = 4  # of 16 columns, of a program of several rows
+_SHARED = 210 << 10  # bytes of a program at most
+
+
+class _Work(ctypes.Structure):
+    """`Work` of expert_stream.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight", "scales", "x", "experts", "out", "counts", "listed", "weights", "shared")
+        ),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm", "weighted", "squares")),
+        *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows")),
+        *((name, ctypes.c_int) for name in ("scale_columns", "scale_rows", "per_row", "num_experts")),
+    )
+
+
+class _Shape(NamedTuple):
+    """Of a program of expert_stream.cu, as its names have it."""
+
+    groups: int
+    warps: int
+    rows: int = 1
+    tiles: int = 1
+    whole: int = 0
+    gated: int = 1
+    listed: int = 0
+    boxes: int = 0
+
+    @property
+    def stages(self) -> int:
+        """Of W."""
+        return min(self.tiles, 2) if self.whole else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """W and x of each warp, with 16 bytes between rows of x, and of W that comes in runs."""
+        of_w = 128 * self.groups + (0 if self.boxes else 16)
+        return self.warps * (16 * self.stages * of_w + self.rows * (256 * self.groups + 16))
+
+
+def _gate_shape(weight: QuantizedStack, num_rows: int) -> _Shape:
+    """Columns of a program have the same scales."""
+    (_, rows, size_k), several = weight.shape, num_rows > 1
+    whole = math.gcd(rows // 2, weight.packing.scale_rows) // _GATE_COLUMNS
+    warps, tiles = math.gcd(size_k // 128, _GATE_WARPS[several]), math.gcd(whole, _GATE_TILES[several])
+    return _Shape(size_k // 128 // warps, warps, 8 if several else 1, tiles, int(several), boxes=int(several))
+
+
+def _sum_shape(weight: QuantizedStack, num_rows: int, top_k: int) -> _Shape:
+    _, rows, size_k = weight.shape
+    several = num_rows > 1
+    tiles = math.gcd(rows // PART, _SUM_TILES) if several else 1
+    return _Shape(size_k // 128, top_k, tiles=tiles, boxes=int(several))
+
+
+def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
+    """Whether the first product is one of expert_stream.cu. Shapes: x [T, I], experts [T, k]."""
+    _, rows, size_k = weight.shape
+    whole = size_k % 256 == 0 and rows // 2 % _GATE_COLUMNS == 0  # two warps, whose threads finish 8 rows
+    return whole and _streams(x, weight, experts, _gate_shape(weight, len(experts)))
+
+
+def streams_sum(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
+    """Whether `sum_down` takes these. Shapes: x [T, H], of the type of the second product's, experts [T, k]."""
+    _, rows, size_k = weight.shape
+    whole = size_k % 128 == 0 and rows % PART == 0
+    return whole and _streams(x, weight, experts, _sum_shape(weight, *experts.shape))
+
+
+def _streams(x: Tensor, weight: QuantizedStack, experts: Tensor, shape: _Shape) -> bool:
+    few = len(experts) <= _MOST_STREAMED and experts.shape[1] <= _MOST_PLACES
+    return few and shape.num_bytes <= _SHARED and _in_blocks(x, weight)
+
+
+def _in_blocks(x: Tensor, weight: QuantizedStack) -> bool:
+    """Whether expert_stream.cu takes their types and memory: float8 with scales of blocks."""
+    packing, aligned = weight.packing, x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    is_known = packing.bits == 8 and packing.group == 128 and packing.zeros is None and packing.scale_rows % PART == 0
+    return is_known and aligned and x.dtype == torch.bfloat16 and runs_hopper(x.device)
+
+
+@functools.cache
+def _stream(name: str, shape: _Shape, top_k: int, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
+    sizes = {key.upper(): value for key, value in shape._asdict().items()}
+    sizes |= {"STAGES": shape.stages, "TOP_K": top_k, "SHARED": int(shared), "WIDE": int(wide)}
+    code = CudaCode(SOURCE, tuple(f"{key}={value}" for key, value in sizes.items()))
+    return CudaKernel(code, name, 32 * shape.warps, shape.num_bytes)
+
+
+def _boxes(weight: QuantizedStack, shape: _Shape) -> TensorMap:
+    """The map for 8 rows of W: so many blocks of 128 columns one after another."""
+    blocks = weight.data.view(-1, 8, weight.shape[2] // 128, 128).transpose(1, 2)
+    return box_map(blocks, (1, shape.groups * (shape.warps if shape.whole else 1), 8, 128))
+
+
+def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
+    """silu(gate) * up of every place. Shapes: x [T, I], experts [T, k] -> [T * k, O / 2]. Sync: never."""
+    shape, places = _gate_shape(weight, len(experts)), Places(experts, experts, experts)
+    return _multiply_rows(x, weight, places, shape, experts.shape[1], experts.numel())
+
+
+def _multiply_rows(
+    x: Tensor, weight: QuantizedStack, places: Places, shape: _Shape, per_row: int, tiles: int
+) -> Tensor:  # fmt: skip
+    """`per_row`: places that have one row of x. Shapes: x [T * k / per_row, I] -> [T * k, columns]. Sync: never."""
+    (num_experts, rows, _), (num_rows, top_k), scales = weight.shape, places.experts.shape, weight.packing.scales
+    size_n = rows // 2 if shape.gated else rows
+    out = torch.empty((places.experts.numel(), size_n), dtype=x.dtype, device=x.device)
+    read = (each.data_ptr() for each in (weight.data, scales, x, places.experts, out, places.counts, places.listed))
+    sizes = x.stride(0), 0, size_n, num_rows, scales.shape[2], weight.packing.scale_rows, per_row, num_experts
+    programs = size_n // (_GATE_COLUMNS if shape.gated else PART) // shape.tiles * tiles
+    kernel = _stream("multiply_rows", shape, top_k, False, False, x.device)
+    kernel.launch(programs, (_boxes(weight, shape), _Work(*read, *[None] * 6, *sizes)))
+    return out
+
+
+def _listed_shape(weight: QuantizedStack, gated: bool) -> _Shape:
+    """Of tiles of 8 rows, however many rows of x there are."""
+    _, rows, size_k = weight.shape
+    whole = math.gcd(rows // 2 if gated else rows, weight.packing.scale_rows) // (_GATE_COLUMNS if gated else PART)
+    warps = math.gcd(size_k // 128, 16)
+    return _Shape(size_k // 128 // warps, warps, 8, math.gcd(whole, 8), whole=1, gated=int(gated), listed=1, boxes=1)
+
+
+def multiply_listed(x: Tensor, weight: QuantizedStack, places: Places, gated: bool, per_row: int) -> Tensor:
+    """See `_multiply_rows`, of places that are listed."""
+    pairs, shape = places.experts.numel(), _listed_shape(weight, gated)
+    return _multiply_rows(x, weight, places, shape, per_row, min(pairs, pairs // 8 + len(weight.data)))
+
+
+def streams_listed(x: Tensor, weight: QuantizedStack, places: Places, gated: bool) -> bool:
+    """Whether tiles of 8 rows of expert_stream.cu multiply these: an expert has few. Shapes: x [.., I]."""
+    num_experts, rows, size_k = weight.shape
+    whole = size_k % 256 == 0 and rows % (2 * _GATE_COLUMNS) == 0 and num_experts <= _MOST_EXPERTS
+    few = places.are_listed and places.experts.numel() <= _LISTED * num_experts
+    return whole and few and _listed_shape(weight, gated).num_bytes <= _SHARED and _in_blocks(x, weight)
+
+
+def sum_down(
+    x: Tensor, weight: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
+) -> Normed:
+    """See `sum_of_experts.multiply_and_add`: of a few rows. Shapes: x [T * k, I], routing [T, k], others [T, H]."""
+    (_, rows, _), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
+    values, weighted = (torch.empty((num_rows, rows), dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = squares_of(values)
+    read = weight.data, scales, x, routing.experts, values, None, None, routing.weights, shared, residual, norm.weight
+    pointers = (None if each is None else each.data_ptr() for each in (*read, weighted, squares))
+    sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, 0
+    shape, wide = _sum_shape(weight, num_rows, top_k), norm.weight.dtype == torch.float32
+    kernel = _stream("sum_down", shape, top_k, shared is not None, wide, x.device)
+    kernel.launch(rows // PART // shape.tiles * num_rows, (_boxes(weight, shape), _Work(*pointers, *sizes)))
+    return Normed(values, weighted, squares, norm.eps)
