@@ -57,14 +57,13 @@ from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.filtered_draw import filtered_draw
-from overlap_spec_kernels.logits.guesses_before import guesses_before
+from overlap_spec_kernels.logits.guesses_before import RowHistory, guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import Draws, gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.noisy_logits import noisy_logits
 from overlap_spec_kernels.logits.process_logits import LogitRules, neutral_rules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
 from overlap_spec_kernels.logits.soft_cross_entropy import soft_cross_entropy, token_losses
-from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import (
     ALL_BANDS,

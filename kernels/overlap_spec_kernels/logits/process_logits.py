@@ -21,8 +21,8 @@ from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 from overlap_spec_kernels.logits.columns import columns_of, forbid_tokens
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT
+from overlap_spec_kernels.logits.guesses_before import RowHistory, token_before, tokens_before
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH, MARKER, closing_token, closing_tokens
-from overlap_spec_kernels.logits.tokens_before import RowHistory, token_before, tokens_before
 from overlap_spec_kernels.window.store_tokens import require_token_rows
 
 _BLOCK = 2048  # columns per program

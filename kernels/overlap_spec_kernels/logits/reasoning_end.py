@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
-from overlap_spec_kernels.logits.tokens_before import token_before
+from overlap_spec_kernels.logits.guesses_before import token_before
 
 MARKER = 8  # tokens of a marker, at most
 # Columns of a budget: tokens (-1: no budget), whether the output begins inside the reasoning, the lengths of the
