@@ -204,7 +204,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 @pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
 @pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), (40, 3, 512, 1152)])
 def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, int], is_wide: bool) -> None:
-    """With an expert that all rows have, and in turns a result beside: 33 rows are in tiles of Triton."""
+    """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's."""
     experts, top_k, hidden, inner = sizes
     shapes, block = ((2 * inner, hidden), (hidden, inner)), FORMATS["fp8 by block"]
     gate_up, down = (weight_of(experts + 1, *shape, block, BFLOAT) for shape in shapes)
