@@ -29,7 +29,6 @@ from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import Addition, call_of, num_columns
 from overlap_spec_kernels.linear.ordered import OrderedOperand, OrderedWeight, multiply_many
-from overlap_spec_kernels.linear.packed_chain import Layer, Weight, chain_for
 from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, in_rows
 from overlap_spec_kernels.linear.quantized import PackedWeight, QuantizedWeight
@@ -78,23 +77,6 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
         if added := self._launch(x, False, self.dtype, Addition(residual, norm)):
             return added
         return add_in_parts(self.multiplied(x, False, torch.float32), residual, norm)
-
-    def add_mlp(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        norm: Norm,
-        gate_up: OrderedQuantizedWeight,
-        down: OrderedQuantizedWeight,
-        next_norm: Norm,
-    ) -> Normed | None:
-        """The sum with the residual, and with what a gated MLP makes of it, in one launch; None where none does it."""
-        if not runs_triton(x):
-            return None
-        output, first, last = (Weight(weight.data, weight.packing) for weight in (self, gate_up, down))
-        layer = Layer(output, norm, first, last, next_norm)
-        chain = chain_for(x, layer)
-        return None if chain is None else chain.run(x, residual, layer)
 
     def _normed_times(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype) -> Tensor:
         """A large weight multiplies rows before their scale, with any number of rows."""
