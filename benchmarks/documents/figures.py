@@ -195,6 +195,11 @@ def _price(results: Results, model: str, kind: str) -> str:
     return at_most(max(row["price"] for row in rows if row["kind"] == kind and row["cell"] in cells), 2)
 
 
+def _on_hits(results: Results, of: str) -> str:
+    """The accept length of prompts that the prefix cache has."""
+    return format(results["adapt_draft_h200"]["parts"]["hits"][of]["accept_length"], ".2f")
+
+
 def _adapted(results: Results, name: str, form: str = ".2f") -> str:
     """On records, of each seed; with `--adapt-draft` in the last quarter of the time."""
     values = [format(seed[name], form) for seed in results["adapt_draft_h200"]["summary"]]
@@ -254,6 +259,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "adapt-trained": lambda results: f"{results['adapt_draft_h200']['summary'][0]['trained']:.2f}",
     "adapt-throughput": partial(_adapted, name="throughput"),
     "adapt-faults": lambda results: str(sum(seed["faults"] for seed in results["adapt_draft_h200"]["summary"])),
+    "adapt-older-hits": partial(_on_hits, of="newer head, hits of the older one"),
+    "adapt-own-hits": partial(_on_hits, of="newer head, hits"),
+    "adapt-before-hits": partial(_on_hits, of="older head, hits"),
     "adapt-gained": partial(_adapted, name="gained", form=".0%"),
     "price-8b": lambda results: _price(results, "8B", "step"),
     "price-smollm2": lambda results: _price(results, "SmolLM2", "step"),
