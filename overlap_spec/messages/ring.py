@@ -12,6 +12,7 @@ from overlap_spec.messages.request import NO_METHOD, Verified
 from overlap_spec.messages.sampling import SamplingParams
 
 NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap_spec_kernels.NO_TOKEN`)
+NEVER_S = 1e6  # so many seconds that nothing pays for them, nor for a part of them
 
 # --- frontend -> scheduler --------------------------------------------------------------------------------
 
@@ -212,15 +213,11 @@ def _with_allowed(reset: ResetSlot, allowed: bytes, place: int) -> ResetSlot:
 # --- worker -> scheduler ----------------------------------------------------------------------------------
 
 
-NEVER_S = 1e6  # so many seconds that nothing pays for them, nor for a part of them
-
-
 class StepCosts(Message, frozen=True):
     """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
 
-    `widths` are all that a step may have. Empty: every step is as wide as the window. A step that takes `NEVER_S` is
-    not to be run: nothing is captured for it. `undrafted[i]`: a step of width 1 of a method that is self-drafting,
-    after which nothing is drafted; empty for other methods.
+    `widths` are all that a step may have; empty: each is as wide as the window. What takes `NEVER_S` is never run.
+    `undrafted[i]`: a step of width 1 of a method that is self-drafting, without a draft behind it; else empty.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -234,8 +231,7 @@ class PrefillCosts(Message, frozen=True):
 
     Pairs are of a prompt token and a key that it attends to. Rows out leave the device (`ChunkWork.rows_out`).
     `padded_rows`: a step of no more rows than the last of these takes as long as one of the next of them, ascending.
-    Without a `token_s` nothing was measured. A pair of a chunk of at least `long_chunk` tokens takes `long_pair_s`; 0:
-    no chunk is different.
+    Without a `token_s` nothing was measured. If `long_chunk` is given, pairs of such a chunk take `long_pair_s`.
     """
 
     step_s: float = 0.0
