@@ -1,7 +1,7 @@
 // The end of a row's experts: their results are added in the order of their weights, with all that is added to that.
 // These are the bits of `sum_kernel` of experts_mlp.py.
 //
-// Whoever includes this has named TOP_K, SHARED and WIDE, and a `Work` with what is read and written here.
+// A file that includes this has named TOP_K, SHARED and WIDE, and a `Work` with what is read and written here.
 #pragma once
 
 #include "hopper.cuh"

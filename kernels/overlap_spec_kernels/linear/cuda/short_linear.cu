@@ -3,7 +3,7 @@
 // Such a product takes as long as it waits: for the kernel before, for x, and for products that wait for each other. So
 // a program has 16 columns of the result, and all that no kernel writes is in its shared memory before x is there: its
 // rows of W, whole. Then x comes at once too, and one warp for each sum (of gate and of up) multiplies from the first
-// column to the last, meeting nobody. Results have the bits of streamed_linear.py and of tiles.
+// column to the last, meeting no other program. Results have the bits of streamed_linear.py and of tiles.
 //
 //     SIZE_K  columns of x                      GATED   1: silu(gate) * up, gate's rows first
 //     PIECE   columns that belong to one sum    ADD     1: add a residual, prepare the norm after it
