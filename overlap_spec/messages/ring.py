@@ -217,7 +217,7 @@ class StepCosts(Message, frozen=True):
     """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
 
     `widths` are all that a step may have; empty: each is as wide as the window. What takes `NEVER_S` is never run.
-    `undrafted[i]`: a step of width 1 of a method that is self-drafting, without a draft behind it; else empty.
+    `undrafted[i]`: a step of width 1 of a self-drafting method, after which nothing is drafted; empty for others.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -231,7 +231,7 @@ class PrefillCosts(Message, frozen=True):
 
     Pairs are of a prompt token and a key that it attends to. Rows out leave the device (`ChunkWork.rows_out`).
     `padded_rows`: a step of no more rows than the last of these takes as long as one of the next of them, ascending.
-    Without a `token_s` nothing was measured. If `long_chunk` is given, pairs of such a chunk take `long_pair_s`.
+    Without a `token_s` nothing was measured. Pairs of chunks of at least `long_chunk` (0: none) take `long_pair_s`.
     """
 
     step_s: float = 0.0

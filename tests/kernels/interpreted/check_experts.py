@@ -314,10 +314,12 @@ def test_a_router_scales_one_row_and_writes_it(size: int, rated: bool) -> None:
     weight, weighted = torch.randn(num_experts, size).bfloat16(), torch.randn(1, size).bfloat16()
     x = Normed(weighted, weighted, torch.rand(9, 1) * size, 0.1)
     rows = Unscaled(x, torch.full_like(weighted, torch.nan))
-    choose: Callable[[Rows], Routing] = lambda given: _route_triton(given, weight, 3, True, common=common)  # noqa: E731
-    if rated:
-        grouping = Grouping(sigmoid_scores)
-        choose = lambda given: _best_of_groups_triton(given, weight, 3, True, grouping, common=common)  # noqa: E731
+
+    def choose(given: Rows) -> Routing:
+        if rated:
+            return _best_of_groups_triton(given, weight, 3, True, Grouping(sigmoid_scores), common=common)
+        return _route_triton(given, weight, 3, True, common=common)
+
     found, scaled = choose(rows), _normalised_triton(x, x.squares)
     assert torch.equal(rows.rows, scaled)
     assert all(torch.equal(one, other) for one, other in zip(found, choose(scaled), strict=True))
