@@ -44,7 +44,7 @@ import _tests_path
 import msgspec
 import torch
 from deterministic_price import measured_before
-from never_slower import DEFAULT, PLAIN, Case, Load, Measured, Run, accepting
+from never_slower import PLAIN, Case, Load, Run, Together, accepting
 from support.plans import SlotPart, plan_of
 
 from overlap_spec.bench.latency import measure_latency
@@ -220,20 +220,22 @@ async def measure_defaults(directory: Path, batches: tuple[int, ...], run: Run) 
     async with AsyncExitStack() as stack:
         for name, method in DRAFTS.items():
             flags = shape | {"speculative_algorithm": method, "speculative_draft_model_path": str(directory / name)}
-            measured = Measured(name, Case(flags, batches=batches, lengths=(ANSWER,)), run)
-            if all(run.has(name, "cell", batch, ANSWER) for batch in batches):
+            case = Case(flags, batches=batches, lengths=(ANSWER,))
+            if all(run.rounds_of(name, "cell", batch, ANSWER) >= run.rounds for batch in batches):
                 continue
             if not run.has_time(START_S):
                 print(f"no time for {name}", flush=True)
                 return
+            drafting = Together({name: case}, run)
             if not plain:
-                await measured.start(stack, PLAIN)
-            plain = plain or dict(measured.clients)
-            measured.clients |= plain
+                await drafting.start(stack, PLAIN)
+            plain = plain or dict(drafting.clients)
+            drafting.clients |= plain
             async with AsyncExitStack() as own:
-                await measured.start(own, DEFAULT)
+                await drafting.start(own, name)
                 for batch in batches:
-                    await measured.measure("cell", Load(batch, ANSWER), (DEFAULT, PLAIN))
+                    for turn in range(run.rounds):
+                        await drafting.round("cell", Load(batch, ANSWER), [name], turn)
 
 
 def joined(files: Sequence[str]) -> dict[str, Any]:

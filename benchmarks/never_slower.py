@@ -5,22 +5,25 @@
     python benchmarks/never_slower.py --cases 8b-1.3 --batches 8,24,32,256 --rounds 2  cells of these requests alone
     python benchmarks/never_slower.py --tiny                                           a minute on a CPU
 
-The engines of a case have the same slots and memory: one by default, one with NONE, and for some cells those of fixed
-numbers. Cells (requests, tokens of an answer) come in an order that is drawn, and nothing is warmed up: the first cell
-is a cold engine's. Each is measured in rounds by turns, plain decoding twice in each: its ratio to itself is the noise.
+Cases of one model are measured by turns, beside one engine of plain decoding, which has the same slots and memory as
+theirs: a few at a time, as many as the device has memory for. Cells (requests, tokens of an answer) come in an order
+that is drawn, all of them in each round, and nothing is warmed up: the first cell is a cold engine's. Plain decoding's
+slowest round over its median is the noise.
 
     cell        all requests at once
     turns       calls of UP_AND_DOWN requests, one after another, in one engine
     high, low   calls of requests whose acceptance is high, and then as many whose acceptance is low
     arrivals    a request comes for each one that ends, so prompts never pause
+    fixed N     the cells of fixed numbers, once
 
-Three speeds of each, in tokens per second:
+Turns, high, low and fixed numbers stand beside what plain decoding took for that cell. Three speeds of each, in tokens
+per second:
 
     call      all tokens over the time from the first prompt to the last token
     answers   of the answers, from the first quarter of each to its last
     engine    what its decode steps committed over the device's time for them, by its own counts
 
-A report that is there already is gone on with: a case whose cells are all in it is left out.
+A report that is there already is gone on with, by engines that are cold again.
 """
 
 import argparse
@@ -33,7 +36,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +65,7 @@ UP_AND_DOWN = (1, 24, 100, 200, 256, 256, 256, 100, 24, 1)
 HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the first seed of the requests that have it
 SEEDS, SEED_STEP = 65536, 257  # of one acceptance; requests of equal seeds and lengths would guess right in step
 FALLING = (1, 32, 128, 256)
-SPEEDS = ("call", "answers", "engine")
+SPEEDS, OF_ROW = ("call", "answers", "engine"), ("case", "kind", "batch", "num_tokens")
 WAVES = 4  # requests of `arrivals` for each one that is answered at once
 PROMPT_TOKENS = 128
 CONTEXT_LENGTH, ROOM = 4096, 64
@@ -76,40 +79,58 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a method, by default. `fixed`: flags of other engines, by name; they are measured in one round.
+    """A model with a method, by default. `fixed`: numbers of other engines, by name; they are measured in one round.
 
-    `falling`: batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured.
+    `beside`: cases that have plain decoding in common, and `at_once` of them fit on a device with it. `falling`:
+    batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured.
     """
 
     flags: Mapping[str, Any]
     prompts: str = RANDOM
     batches: tuple[int, ...] = BATCHES
     lengths: tuple[int, ...] = LENGTHS
-    fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     falling: tuple[int, ...] = ()
     only: tuple[int, ...] = ()
+    beside: str = "smollm2"
+    at_once: int = 4
 
-    def cells(self, name: str) -> list[tuple[int, int]]:
-        """In the order that is drawn for a case of this name, whichever of them are measured."""
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Of synthetic acceptance; the first is that of requests whose seeds begin at 0."""
+        found: tuple[float, ...] = self.flags.get("speculative_simulate_acc_len", ())
+        return found
+
+    def cells(self) -> list[tuple[int, int]]:
         drawn = [(batch, length) for batch in self.batches for length in self.lengths]
-        random.Random(f"{SEED} {name}").shuffle(drawn)
         return [cell for cell in drawn if not self.only or cell[0] in self.only]
+
+
+def drawn(cases: Mapping[str, Case]) -> list[tuple[int, int]]:
+    """The cells of cases that are measured by turns: in the same order, whichever of them are left out."""
+    order = [(batch, length) for batch in BATCHES for length in LENGTHS]
+    random.Random(SEED).shuffle(order)
+    wanted = {cell for case in cases.values() for cell in case.cells()}
+    return [*(cell for cell in order if cell in wanted), *sorted(wanted.difference(order))]
 
 
 def known_cases(heads: Path | None) -> dict[str, Case]:
     """All of the grid. `heads`: a folder with draft models for SmolLM2."""
-    shape = EAGLE3 | {"model_path": str(SHAPES / "llama-3.1-8b"), "load_format": "dummy"}
-    shape |= {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
-    found = {f"8b-{mean}": Case(shape | accepting(mean), fixed=fixed(mean), turns=UP_AND_DOWN) for mean in (2.5, 1.3)}
-    means = HIGH[0], LOW[0]
-    found[f"8b-{means[0]}"] = Case(shape | accepting(*means), fixed=fixed(*means), turns=UP_AND_DOWN, falling=FALLING)
+    model = {"model_path": str(SHAPES / "llama-3.1-8b"), "load_format": "dummy"}
+    shape = EAGLE3 | model | {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
+    about: Row = {"fixed": FIXED, "turns": UP_AND_DOWN, "beside": "8b", "at_once": 2}  # with plain 110 of 139 GiB
+    found = {f"8b-{mean}": Case(shape | accepting(mean), **about) for mean in (2.5, 1.3)}
+    found["8b-3.5"] = Case(shape | accepting(HIGH[0], LOW[0]), **about, falling=FALLING)
+    small = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(SHAPES / "llama-3.2-1b")}
+    found["8b-standalone"] = Case(model | small | accepting(2.5), batches=(1, 32, 128), beside="8b", at_once=2)
     hybrid = {"speculative_algorithm": "NEXTN", "model_path": str(SHAPES / "qwen3.5-9b"), "load_format": "dummy"}
-    chains = {name: flags for name, flags in fixed(2.5).items() if FIXED[name] != TREE}
     mixture = shape | {"model_path": str(SHAPES / "qwen3-30b-a3b-int4")}  # in 4 bits three engines fit into a GPU
     mixture |= {"speculative_draft_model_path": str(SHAPES / "qwen3-30b-a3b-eagle3")}
+    chains = {name: given for name, given in FIXED.items() if given != TREE}
     for name, flags in (("9b", hybrid), ("30b", mixture)):
-        found[f"{name}-2.5"] = Case(flags | accepting(2.5), batches=(1, 8, 32), lengths=(256,), fixed=chains)
+        few: Row = {"batches": (1, 8, 32), "lengths": (256,), "fixed": chains, "beside": name, "at_once": 1}
+        found[f"{name}-2.5"] = Case(flags | accepting(2.5), **few)
     ngram = {"speculative_algorithm": "NGRAM"}
     found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
     found |= {"ngram-copy": Case(ngram, "copy20")}
@@ -124,11 +145,6 @@ def accepting(*means: float, most: float = math.inf) -> dict[str, Any]:
     return {"speculative_simulate_acc_len": tuple(min(mean, most) for mean in means)}
 
 
-def fixed(*means: float) -> dict[str, dict[str, Any]]:
-    """The flags of all fixed numbers."""
-    return {name: {**given, **accepting(*means, most=longest(given))} for name, given in FIXED.items()}
-
-
 def longest(given: Mapping[str, int]) -> int:
     """Tokens that a step of these numbers commits, at most."""
     return min(given["speculative_num_draft_tokens"], given["speculative_num_steps"] + 1)
@@ -139,8 +155,9 @@ def tiny_case(directory: str) -> dict[str, Case]:
     flags = tiny_flags(directory)
     kept = ("model_path", "speculative_draft_model_path", "load_format", "speculative_simulate_acc_len")
     small = {name: flags[name] for name in kept if name in flags}
-    few = {"batches": (1, 4), "lengths": (256, 512), "fixed": {"fixed 4": CHAIN}, "turns": (1, 4, 1), "falling": (4,)}
-    return {"tiny": Case(EAGLE3 | small | accepting(HIGH[0], LOW[0]), **few)}
+    few: Row = {"batches": (1, 4), "lengths": (256, 512), "fixed": {"fixed 4": CHAIN}, "turns": (1, 4, 1)}
+    high = Case(EAGLE3 | small | accepting(HIGH[0], LOW[0]), **few, falling=(4,), beside="tiny")
+    return {"tiny": high, "tiny-1.3": Case(EAGLE3 | small | accepting(1.3), **few, beside="tiny")}
 
 
 def prompts_of(case: Case, vocab_size: int) -> list[Tokens]:
@@ -149,10 +166,11 @@ def prompts_of(case: Case, vocab_size: int) -> list[Tokens]:
     return chat_prompts(config_from({}), load_prompts(case.prompts))
 
 
-def bounds_of(case: Case, prompts: Sequence[Tokens]) -> Row:
-    """What every engine of a case has alike. Slots and graphs are those of a default server of so many requests."""
-    longest = max(map(len, prompts)) + max(case.lengths) + ROOM
-    most = max(case.batches)
+def bounds_of(cases: Iterable[Case], prompts: Iterable[Sequence[Tokens]]) -> Row:
+    """What every engine of some cases has alike. Slots and graphs are those of a default server of so many requests."""
+    longest = max(len(ids) for found in prompts for ids in found)
+    longest += max(length for case in cases for length in case.lengths) + ROOM
+    most = max(batch for case in cases for batch in case.batches)
     return {
         **{"log_level": "warning", "skip_tokenizer_init": True, "disable_radix_cache": True, "audit_rate": 0.0},
         **{"max_running_requests": most, "max_total_tokens": max(most * longest, CONTEXT_LENGTH)},
@@ -234,18 +252,23 @@ async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row
 
 @dataclass
 class Run:
-    """The report so far, and until when there is time."""
+    """The report so far, and until when there is time. `rounds`: of a cell."""
 
     report: Row
     output: str | None
     ends_at: float
     rounds: int
+    longest_s: float = 0.0  # of a call so far
 
     def has_time(self, seconds: float) -> bool:
         return time.monotonic() + seconds < self.ends_at
 
     def add(self, row: Row) -> None:
-        self.report["rows"].append(row)
+        """In the place of one that is there, with fewer rounds."""
+        rows = self.report["rows"]
+        if (before := self.row(*(row[key] for key in OF_ROW))) is not None:
+            rows.remove(before)
+        rows.append(row)
         over = row["over_plain"]
         figures = {name: "/".join(f"{over[of][name]:.3f}" for of in SPEEDS) for name in over["call"]}
         ratios = " ".join(map(" ".join, figures.items()))
@@ -253,109 +276,173 @@ class Run:
         if self.output is not None:
             write_report(self.output, self.report)
 
-    def is_whole(self, name: str, case: Case) -> bool:
-        """A case is whole once the row that is measured last is in the report."""
-        if case.only:
-            return self.has(name, "cell", *case.cells(name)[-1])
-        if case.fixed:
-            return self.has(name, list(case.fixed)[-1], max({*FIXED_BATCHES} & {*case.batches}), max(case.lengths))
-        return self.has(name, "arrivals", case.batches[1::2][-1], min(case.lengths))
+    def row(self, *wanted: str | int) -> Row | None:
+        """The one of that case, kind, batch and length."""
+        found = (row for row in self.report["rows"] if tuple(row[key] for key in OF_ROW) == wanted)
+        return next(found, None)
 
-    def has(self, case: str, kind: str, batch: int, num_tokens: int) -> bool:
-        wanted = (case, kind, batch, num_tokens)
-        return any((row["case"], row["kind"], row["batch"], row["num_tokens"]) == wanted for row in self.report["rows"])
+    def rounds_of(self, *wanted: str | int) -> int:
+        """How often it was measured."""
+        row = self.row(*wanted)
+        return 0 if row is None else max(map(len, row["runs"].values()))
 
 
 def row_of(case: str, kind: str, batch: int, num_tokens: int, runs: Mapping[str, list[Row]]) -> Row:
-    """`over_plain`: medians over plain decoding's; of `again`, plain decoding's second runs, it is the noise."""
+    """`over_plain`: medians over plain decoding's; of `again`, its own slowest round: the noise."""
     plain, over = {}, {}
     for of in SPEEDS:
-        speeds = {name: statistics.median(run[of] for run in found) for name, found in runs.items()}
-        plain[of] = speeds.pop(PLAIN)
-        over[of] = {name: round(speed / plain[of], 4) for name, speed in speeds.items()}
+        speeds = {name: [run[of] for run in found] for name, found in runs.items()}
+        plain[of] = statistics.median(speeds[PLAIN])
+        found = {name: statistics.median(each) for name, each in speeds.items() if name != PLAIN}
+        if len(speeds[PLAIN]) > 1:
+            found[AGAIN] = min(speeds[PLAIN])
+        over[of] = {name: round(speed / plain[of], 4) for name, speed in found.items()}
     about = {"case": case, "kind": kind, "batch": batch, "num_tokens": num_tokens}
     return {**about, "plain": plain, "over_plain": over, "runs": dict(runs)}
 
 
-class Measured:
-    """A case whose engines run: by default, and plain decoding; others come and go."""
+class Together:
+    """Cases that are measured by turns. Their engines come and go; they have plain decoding in common."""
 
-    def __init__(self, name: str, case: Case, run: Run) -> None:
-        files = resolve_model(config_from({**case.flags, "skip_tokenizer_init": True}))
-        self.name, self.case, self.run = name, case, run
-        self.prompts = prompts_of(case, files.vocab_size)
-        self.bounds = bounds_of(case, self.prompts)
-        self.clients: dict[str, Client] = {}
-        self._longest_s = 0.0  # of a row so far
+    def __init__(self, cases: Mapping[str, Case], run: Run) -> None:
+        first = next(iter(cases.values()))
+        files = resolve_model(config_from({**first.flags, "skip_tokenizer_init": True}))
+        self.cases, self.run = cases, run
+        self.prompts = {name: prompts_of(case, files.vocab_size) for name, case in cases.items()}
+        self.bounds = bounds_of(cases.values(), self.prompts.values())
+        self.clients: dict[str, Client] = {}  # by case, and of plain decoding
 
-    def configs(self) -> dict[str, EngineConfig]:
-        given = {**self.bounds, **self.case.flags}
-        fixed = {name: config_from({**given, **numbers}) for name, numbers in self.case.fixed.items()}
-        return {DEFAULT: config_from(given), PLAIN: without_speculation(config_from(given)), **fixed}
+    def config(self, key: str) -> EngineConfig:
+        """Of a case by default, of plain decoding, or of fixed numbers for all cases."""
+        cases = list(self.cases.values())
+        numbers = cases[0].fixed.get(key, {})
+        given = {**self.bounds, **self.cases.get(key, cases[0]).flags, **numbers}
+        if numbers:
+            means = cases[0].means if len(cases) == 1 else (each.means[0] for each in cases)
+            given |= accepting(*means, most=longest(numbers))
+        return without_speculation(config_from(given)) if key == PLAIN else config_from(given)
 
     async def start(self, stack: AsyncExitStack, key: str) -> None:
         begun = time.monotonic()
-        engine = await stack.enter_async_context(Engine(self.configs()[key]))
+        engine = await stack.enter_async_context(Engine(self.config(key)))
         settings = describe_settings(engine) | {"start_s": round(time.monotonic() - begun, 1)}
-        self.run.report["engines"].setdefault(self.name, {})[key] = settings
+        of_case = self.run.report["engines"].setdefault(key if key in self.cases else next(iter(self.cases)), {})
+        of_case[DEFAULT if key in self.cases else key] = settings
         self.run.report["run"] = self.run.report["run"] or describe_engine(engine)
         self.clients[key] = engine.client
+        print(f"{key} started in {settings['start_s']} s", flush=True)
 
-    async def measure(self, kind: str, load: Load, order: Sequence[str]) -> None:
-        """Adds a row, unless it is there or there is no time."""
-        batch, length = load.batch, load.num_tokens
-        if self.run.has(self.name, kind, batch, length):
+    async def round(self, kind: str, load: Load, names: Sequence[str], turn: int) -> None:
+        """One call of each of these cases, and one of plain decoding for those whose prompts are the same."""
+        by_prompts: dict[str, list[str]] = {}
+        for name in names:
+            if self.run.rounds_of(name, kind, load.batch, load.num_tokens) <= turn:
+                by_prompts.setdefault(self.cases[name].prompts, []).append(name)
+        for alike in by_prompts.values():
+            keys, runs = [*alike, PLAIN], {}
+            for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):  # none of them is always the first
+                if (found := await self.call(key, load, alike[0] if key == PLAIN else key)) is None:
+                    return
+                runs[key] = found
+            for name in alike:
+                self.add(name, kind, load, DEFAULT, runs[name], runs[PLAIN])
+
+    async def beside_cells(self, name: str, kind: str, load: Load, key: str) -> None:
+        """Adds a row without calls of plain decoding, unless it is there: the cell has some."""
+        cell = self.run.row(name, "cell", load.batch, load.num_tokens)
+        if cell is None or self.run.row(name, kind, load.batch, load.num_tokens) is not None:
             return
-        if not self.run.has_time(self._longest_s):
-            print(f"no time for {self.name}, {kind} {batch} x {length}", flush=True)
-            return
-        begun, runs = time.monotonic(), dict[str, list[Row]]()
-        for turn in range(self.run.rounds if kind == "cell" else 1):
-            shift = turn % len(order)
-            for key in (*order[shift:], *order[:shift]):  # none of them is always the first
-                client = self.clients[PLAIN if key == AGAIN else key]
-                runs.setdefault(key, []).append(await run_cell(client, load, self.prompts))
-        self.run.add(row_of(self.name, kind, batch, length, runs))
-        self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        if (found := await self.call(key if key in self.clients else name, load, name)) is not None:
+            self.add(name, kind, load, key, found, cell["plain"])
+
+    async def call(self, key: str, load: Load, name: str) -> Row | None:
+        """Figures of one call, with the prompts of that case; None if there is no time."""
+        if not self.run.has_time(self.run.longest_s):
+            print(f"no time for {key}, {load.batch} x {load.num_tokens}", flush=True)
+            return None
+        begun = time.monotonic()
+        found = await run_cell(self.clients[key], load, self.prompts[name])
+        self.run.longest_s = max(self.run.longest_s, time.monotonic() - begun)
+        return found
+
+    def add(self, name: str, kind: str, load: Load, key: str, found: Row, plain: Row) -> None:
+        before = self.run.row(name, kind, load.batch, load.num_tokens)
+        runs: dict[str, list[Row]] = {} if before is None else before["runs"]
+        runs = {key: [*runs.get(key, ()), found], PLAIN: [*runs.get(PLAIN, ()), plain]}
+        self.run.add(row_of(name, kind, load.batch, load.num_tokens, runs))
 
 
-async def measure_case(name: str, case: Case, run: Run) -> None:
-    """Adds the rows of a case: cells in an order that is drawn, turns, arrivals, and fixed widths, an engine a time."""
-    measured, longest = Measured(name, case, run), max(case.lengths)
+async def measure_together(cases: Mapping[str, Case], run: Run) -> None:
+    """Adds the rows of cases: cells in rounds, turns, calls whose acceptance falls, arrivals, and fixed numbers."""
+    together = Together(cases, run)
     async with AsyncExitStack() as stack:
-        for key in (DEFAULT, PLAIN):  # one after another: an engine measures its steps as it starts
-            await measured.start(stack, key)
-        freeze_heap()
-        for batch, length in case.cells(name):
-            await measured.measure("cell", Load(batch, length), (DEFAULT, PLAIN, AGAIN))
-        if case.only:
-            return
-        for index, batch in enumerate(case.turns):
-            await measured.measure(f"turn {index}", Load(batch, longest), (DEFAULT, PLAIN))
-        for batch in case.falling:
-            for kind, (_, seed) in {"high": HIGH, "low": LOW}.items():
-                await measured.measure(kind, Load(batch, longest, seed=seed), (DEFAULT, PLAIN))
-        for batch in case.batches[1::2]:
-            await measured.measure("arrivals", Load(batch, min(case.lengths), WAVES), (DEFAULT, PLAIN, AGAIN))
-        for key in case.fixed:
-            if not run.has_time(START_S):
+        async with AsyncExitStack() as of_defaults:
+            for key, owner in ((PLAIN, stack), *((name, of_defaults) for name in cases)):
+                await together.start(owner, key)  # one after another: an engine measures its steps as it starts
+            freeze_heap()
+            await measure_defaults(together)
+        for key in next(iter(cases.values())).fixed:
+            if any(case.only for case in cases.values()) or not run.has_time(START_S):
                 return
             async with AsyncExitStack() as of_fixed:
-                await measured.start(of_fixed, key)
-                for batch in sorted({*FIXED_BATCHES} & {*case.batches}):
-                    await measured.measure(key, Load(batch, longest), (key, PLAIN))
+                await together.start(of_fixed, key)
+                await measure_fixed(together, key)
+
+
+async def measure_defaults(together: Together) -> None:
+    cases, run = together.cases, together.run
+    for turn in range(run.rounds):
+        for cell in drawn(cases):
+            await together.round("cell", Load(*cell), [name for name in cases if cell in cases[name].cells()], turn)
+    for name, case in cases.items():
+        if case.only:
+            continue
+        longest = max(case.lengths)
+        for index, batch in enumerate(case.turns):
+            await together.beside_cells(name, f"turn {index}", Load(batch, longest), DEFAULT)
+        for batch in case.falling:
+            for kind, (_, seed) in {"high": HIGH, "low": LOW}.items():
+                await together.beside_cells(name, kind, Load(batch, longest, seed=seed), DEFAULT)
+    for batch in sorted({batch for case in cases.values() for batch in case.batches[1::2]}):
+        names = [name for name, case in cases.items() if batch in case.batches[1::2] and not case.only]
+        for length in dict.fromkeys(min(cases[name].lengths) for name in names):
+            await together.round("arrivals", Load(batch, length, WAVES), names, 0)
+
+
+async def measure_fixed(together: Together, key: str) -> None:
+    """The fixed engine has the acceptance of every case, by seeds."""
+    for index, (name, case) in enumerate(together.cases.items()):
+        for batch in sorted({*FIXED_BATCHES} & {*case.batches} if key in case.fixed else ()):
+            load = Load(batch, max(case.lengths), seed=(HIGH, LOW)[index][1])
+            await together.beside_cells(name, key, load, key)
+
+
+def is_whole(name: str, case: Case, run: Run) -> bool:
+    """A case is whole if every row is in the report, as often as it is measured."""
+    if any(run.rounds_of(name, "cell", *cell) < run.rounds for cell in case.cells()):
+        return False
+    long, short = max(case.lengths), min(case.lengths)
+    others = [(f"turn {index}", batch, long) for index, batch in enumerate(case.turns)]
+    others += [(kind, batch, long) for kind in ("high", "low") for batch in case.falling]
+    others += [("arrivals", batch, short) for batch in case.batches[1::2]]
+    others += [(key, batch, long) for key in case.fixed for batch in FIXED_BATCHES if batch in case.batches]
+    return bool(case.only) or all(run.row(name, *row) is not None for row in others)
 
 
 async def measure(cases: Mapping[str, Case], run: Run) -> None:
-    for name, case in cases.items():
-        if not run.is_whole(name, case) and run.has_time(START_S if case.fixed else 5.0):
-            await measure_case(name, case, run)
+    left = {name: case for name, case in cases.items() if not is_whole(name, case, run)}
+    for beside in dict.fromkeys(case.beside for case in left.values()):
+        names = [name for name, case in left.items() if case.beside == beside]
+        at_once = left[names[0]].at_once
+        for begin in range(0, len(names), at_once):
+            if run.has_time(START_S if left[names[0]].fixed else 5.0):
+                await measure_together({name: left[name] for name in names[begin : begin + at_once]}, run)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
-    parser.add_argument("--cases", help="8b-2.5, 8b-1.3, 8b-3.5, eagle3-chat, ngram-chat, ngram-copy; default: all")
+    parser.add_argument("--cases", help="8b-2.5, 8b-standalone, eagle3-chat, ..; default: all")
     parser.add_argument("--batches", help="cells of these numbers of requests alone; default: everything")
     parser.add_argument("--heads", type=Path, help="folder with draft models for SmolLM2: standalone-chat, too")
     parser.add_argument("--rounds", type=int, default=ROUNDS)

@@ -54,6 +54,14 @@ def has_rows(count: int) -> Whole:
     return lambda report: len(report["rows"]) >= count
 
 
+def grid_whole(rows: int) -> Whole:
+    """The report has so many rows, and three rounds of every cell."""
+    return lambda report: (
+        has_rows(rows)(report)
+        and all(len(row["runs"]["plain"]) >= ROUNDS for row in report["rows"] if row["kind"] == "cell")
+    )
+
+
 def has_cells(*rows: int) -> Whole:
     """The report has every cell of its benchmark's quantities in these rows of real traffic, and nothing failed."""
 
@@ -115,13 +123,17 @@ SERVER = (*STEP, "overlap_spec/entrypoints", "overlap_spec/frontend")
 ROWS = ("benchmarks/real_traffic.py", "benchmarks/rows")
 TRAFFIC = "benchmarks/traffic.py"
 SLOWER = ("benchmarks/never_slower.py", "benchmarks/width_policy.py", TRAFFIC)  # it imports the others
-SLOWER_ROWS = {2.5: 42, 1.3: 42, 3.5: 50}  # by acceptance; the last one has calls whose acceptance falls
-SMALL_CASES = "eagle3-chat,ngram-chat,ngram-copy"
+SLOWER_CASES = {  # those that are measured by turns, seconds, rows
+    "slower": ("8b-2.5,8b-1.3", 430, 84),
+    "slower_more": ("8b-3.5,8b-standalone", 340, 57),
+    "slower_small": ("eagle3-chat,ngram-chat,ngram-copy", 240, 60),
+}
 FEATURES = tuple(f"benchmarks/{name}.py" for name in ("feature_costs", "mixed_speculation", "structured_output"))
 BOTH = ("h200", "h100")
 MIXTURES = tuple(f"benchmarks/{name}.py" for name in ("mixtures", "mixture_routers", "prefill_profile", "step_profile"))
 MIXTURE_ROWS = 23
 TWO_RANKS_ROWS = 43
+ROUNDS = 3  # of a cell of the grid
 HYBRIDS = ("benchmarks/hybrids.py", *MIXTURES)
 HYBRID_ROWS = 12
 
@@ -161,10 +173,8 @@ PARTS = (
     Part("crowds", (traffic_rows(45, 11),), (*SERVER, *ROWS)),
     Part("rate", (script("traffic_rate", 260, f"traffic.py --parts poisson,rate {ALL_TIME}", has_cells(4, 5)),),
          (*SERVER, TRAFFIC)),
-    *(Part(f"slower_{mean}", (script("never_slower", 420, f"never_slower.py --cases 8b-{mean} {ALL_TIME}", has_rows(n),
-                                     resumes=True),), (*STEP, *SLOWER)) for mean, n in SLOWER_ROWS.items()),
-    Part("slower", (script("never_slower", 450, f"never_slower.py --cases {SMALL_CASES} {ALL_TIME}", has_rows(60),
-                           resumes=True),), (*STEP, *SLOWER)),
+    *(Part(name, (script("never_slower", seconds, f"never_slower.py --cases {cases} {ALL_TIME}", grid_whole(rows),
+                         resumes=True),), (*STEP, *SLOWER)) for name, (cases, seconds, rows) in SLOWER_CASES.items()),
     Part("attacks", (tests("attacks", 150, "-m attack tests/attacks --cases worst"),),
          (*SERVER, "tests/attacks", "tests/support")),
     Part("features", (

@@ -12,9 +12,32 @@ import drafters
 import never_slower
 import pytest
 from drafters import Window, joined, rows_of, trained
-from never_slower import AGAIN, DEFAULT, FIXED_BATCHES, PLAIN, SPEEDS, Case, Progress, Run, known_cases, row_of
-from records.parts import SLOWER_ROWS
+from never_slower import (
+    AGAIN,
+    DEFAULT,
+    FIXED,
+    FIXED_BATCHES,
+    HIGH,
+    LOW,
+    PLAIN,
+    SPEEDS,
+    Case,
+    Load,
+    Progress,
+    Run,
+    Together,
+    accepting,
+    drawn,
+    is_whole,
+    known_cases,
+    longest,
+    measure_defaults,
+    measure_fixed,
+    row_of,
+)
+from records.parts import ROUNDS, SLOWER_CASES, grid_whole
 
+from overlap_spec.bench.workload import RANDOM
 from overlap_spec.errors import OverlapSpecError
 
 ONE = dict.fromkeys(SPEEDS, 1.0)
@@ -43,75 +66,136 @@ def test_an_answer_that_comes_as_one_has_no_speed() -> None:
         progress.middle()
 
 
-def test_ratios_are_of_medians_and_plain_decoding_has_one_to_itself() -> None:
+def test_ratios_are_of_medians_and_plain_decoding_has_its_slowest_round_beside_it() -> None:
     def runs(*speeds: float) -> list[dict[str, Any]]:
         return [{"call": speed, "answers": 10 * speed, "engine": 2 * speed + 10} for speed in speeds]
 
-    row = row_of("8b-2.5", "cell", 8, 64, {DEFAULT: runs(9, 30, 15), PLAIN: runs(10, 1, 20), AGAIN: runs(9, 9.5, 40)})
-    assert row["over_plain"]["call"] == row["over_plain"]["answers"] == {DEFAULT: 1.5, AGAIN: 0.95}
-    assert row["over_plain"]["engine"] == {DEFAULT: 1.3333, AGAIN: 0.9667}
+    row = row_of("8b-2.5", "cell", 8, 64, {DEFAULT: runs(9, 30, 15), PLAIN: runs(10, 9, 20)})
+    assert row["over_plain"]["call"] == row["over_plain"]["answers"] == {DEFAULT: 1.5, AGAIN: 0.9}
+    assert row["over_plain"]["engine"] == {DEFAULT: 1.3333, AGAIN: 0.9333}
     assert row["plain"] == {"call": 10, "answers": 100, "engine": 30}
+    assert AGAIN not in row_of("8b-2.5", "cell", 8, 64, {DEFAULT: runs(9), PLAIN: runs(9)})["over_plain"]["call"]
 
 
 def test_numbers_that_cannot_commit_so_much_commit_what_they_can() -> None:
-    engines = known_cases(None)["8b-3.5"].fixed
-    lengths = {name: flags["speculative_simulate_acc_len"] for name, flags in engines.items()}
-    assert lengths == {"fixed 2": (2, 1.3), "fixed 4": (3.5, 1.3), "fixed 8": (3.5, 1.3)}
+    assert [longest(numbers) for numbers in FIXED.values()] == [2, 4, 6]
+    assert accepting(3.5, 1.3, most=2) == {"speculative_simulate_acc_len": (2, 1.3)}
 
 
-def test_a_case_is_whole_with_its_last_row(tmp_path: Path) -> None:
-    chat, shape = Case({}, "chat20"), known_cases(None)["8b-2.5"]
-    run = played({"rows": []}, tmp_path / "report.json")
-    for case, last in ((chat, ("arrivals", 256, 64)), (shape, ("fixed 8", 256, 256))):
-        run.report["rows"].clear()
-        run.add(row_of("name", "cell", 256, 256, {PLAIN: [ONE]}))
-        assert not run.is_whole("name", case)
-        run.add(row_of("name", *last, {PLAIN: [ONE]}))
-        assert run.is_whole("name", case) and not run.is_whole("other", case)
-    assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 2, "it is written after every row"
+class Played(Together):
+    """Calls are noted, and take one second more each time. No engine runs."""
+
+    def __init__(self, cases: dict[str, Case], run: Run) -> None:
+        self.cases, self.run, self.clients = cases, run, {}
+        self.calls: list[tuple[str, int, int, int]] = []
+
+    async def call(self, key: str, load: Load, name: str) -> dict[str, Any] | None:
+        if len(self.calls) >= self.run.ends_at:
+            return None
+        self.calls.append((key, load.batch, load.num_tokens, load.seed))
+        return dict.fromkeys(SPEEDS, float(len(self.calls)))
 
 
-def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured(tmp_path: Path) -> None:
+FEW: dict[str, Any] = {"batches": (1, 8), "lengths": (64, 256)}
+
+
+def test_cases_have_plain_decoding_in_common_and_none_is_always_first(tmp_path: Path) -> None:
+    cases = {name: Case({}, RANDOM, **FEW) for name in ("a", "b")}
+    played_ = Played(cases, played({"rows": []}, tmp_path / "report.json"))
+    asyncio.run(measure_defaults(played_))
+    cells, of_round = drawn(cases), [call[0] for call in played_.calls]
+    assert [call[1:3] for call in played_.calls[:36]] == [cell for _ in range(3) for cell in cells for _ in range(3)]
+    assert [of_round[i : i + 3] for i in (0, 12, 24)] == [["a", "b", PLAIN], ["b", PLAIN, "a"], [PLAIN, "a", "b"]]
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert len(rows) == 2 * 4 + 2, "cells, and arrivals of 8"
+    assert {len(row["runs"][PLAIN]) for row in rows if row["kind"] == "cell"} == {3}
+    assert rows[0]["runs"][PLAIN] == rows[1]["runs"][PLAIN], "of both cases"
+    assert all(is_whole(name, case, played_.run) for name, case in cases.items())
+
+
+def test_other_prompts_have_plain_decoding_of_their_own() -> None:
+    cases = {"chat": Case({}, "chat20", **FEW), "copy": Case({}, "copy20", **FEW)}
+    engines = Played(cases, played({"rows": []}))
+    asyncio.run(engines.round("cell", Load(1, 64), list(cases), 1))
+    assert [call[0] for call in engines.calls] == [PLAIN, "chat", PLAIN, "copy"]
+
+
+def test_a_report_is_gone_on_with_where_it_was_cut_off() -> None:
+    """The last round was cut off after five calls: it begins anew, and nothing before it is measured again."""
+    cases = {"a": Case({}, RANDOM, **FEW, turns=(8, 1))}
+    engines = Played(cases, played({"rows": []}, limit_s=2 * 4 * 2 + 5))
+    asyncio.run(measure_defaults(engines))
+    assert [engines.run.rounds_of("a", "cell", *cell) for cell in drawn(cases)] == [3, 3, 2, 2]
+    assert not is_whole("a", cases["a"], engines.run)
+    again = Played(cases, dataclasses.replace(engines.run, ends_at=1e9))
+    asyncio.run(measure_defaults(again))
+    assert [call[1:3] for call in again.calls[:4]] == [cell for cell in drawn(cases)[2:] for _ in range(2)]
+    assert [call[:3] for call in again.calls[4:6]] == [("a", 8, 256), ("a", 1, 256)], "turns have the cell's plain ones"
+    assert is_whole("a", cases["a"], again.run)
+
+
+def test_fixed_numbers_have_the_acceptance_of_every_case_by_seeds() -> None:
+    cases = {name: Case({}, RANDOM, **FEW, fixed=FIXED) for name in ("a", "b")}
+    engines = Played(cases, played({"rows": []}))
+    asyncio.run(measure_defaults(engines))
+    assert not is_whole("a", cases["a"], engines.run)
+    engines.calls.clear()
+    for key in FIXED:
+        asyncio.run(measure_fixed(engines, key))
+    assert engines.calls[:2] == [("a", 1, 256, HIGH[1]), ("b", 1, 256, LOW[1])]
+    assert is_whole("b", cases["b"], engines.run)
+
+
+def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured() -> None:
     """In the whole grid 24 requests of 64 tokens come after 32 of 256, so what was learnt there is what they meet."""
     whole = known_cases(None)["8b-1.3"]
-    some, run = dataclasses.replace(whole, only=(24, 32)), played({"rows": []}, tmp_path / "report.json")
-    assert some.cells("8b-1.3") == [cell for cell in whole.cells("8b-1.3") if cell[0] in (24, 32)]
-    assert some.cells("8b-1.3").index((32, 256)) < some.cells("8b-1.3").index((24, 64))
-    for cell in some.cells("8b-1.3"):
-        assert not run.is_whole("8b-1.3", some)
-        run.add(row_of("8b-1.3", "cell", *cell, {PLAIN: [ONE]}))
-    assert run.is_whole("8b-1.3", some) and not run.is_whole("8b-1.3", whole)
+    some, run = dataclasses.replace(whole, only=(24, 32)), played({"rows": []})
+    assert drawn({"a": some}) == [cell for cell in drawn({"a": whole}) if cell[0] in (24, 32)]
+    for cell in some.cells():
+        assert not is_whole("8b-1.3", some, run)
+        run.add(row_of("8b-1.3", "cell", *cell, {PLAIN: [ONE] * 3}))
+    assert is_whole("8b-1.3", some, run) and not is_whole("8b-1.3", whole, run)
 
 
-def test_cells_that_are_there_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[tuple[str, Case]] = []
+def test_as_many_cases_as_a_device_holds_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[str]] = []
 
-    async def note(name: str, case: Case, run: Run) -> None:
-        measured.append((name, case))
+    async def note(cases: dict[str, Case], run: Run) -> None:
+        measured.append(list(cases))
 
-    monkeypatch.setattr(never_slower, "measure_case", note)
-    done, left = Case({}, "chat20"), Case({}, "copy20")
-    report = {"rows": [row_of("done", "arrivals", 256, 64, {PLAIN: [ONE]})]}
-    asyncio.run(never_slower.measure({"done": done, "left": left}, played(report)))
-    assert measured == [("left", left)]
-    asyncio.run(never_slower.measure({"left": left}, played(report, limit_s=0.0)))
-    assert len(measured) == 1, "no time"
+    monkeypatch.setattr(never_slower, "measure_together", note)
+    names = ("8b-2.5", "8b-1.3", "ngram-chat", "8b-3.5", "eagle3-chat")
+    cases, done = {name: known_cases(None)[name] for name in names}, Case({}, RANDOM, **FEW, only=(1,))
+    report = {"rows": [row_of("done", "cell", *cell, {PLAIN: [ONE] * 3}) for cell in done.cells()]}
+    asyncio.run(never_slower.measure({"done": done, **cases}, played(report)))
+    assert measured == [["8b-2.5", "8b-1.3"], ["8b-3.5"], ["ngram-chat", "eagle3-chat"]]
+    asyncio.run(never_slower.measure(cases, played(report, limit_s=0.0)))
+    assert len(measured) == 3, "no time"
 
 
 def test_the_grid_is_the_one_that_must_hold() -> None:
     cases = known_cases(Path("heads"))
-    shapes, chats = {"8b-1.3", "8b-2.5", "8b-3.5", "9b-2.5", "30b-2.5"}, {"eagle3-chat", "standalone-chat"}
-    assert set(cases) == {*shapes, *chats, "ngram-chat", "ngram-copy"}
+    shapes = {"8b-1.3", "8b-2.5", "8b-3.5", "8b-standalone", "9b-2.5", "30b-2.5"}
+    assert set(cases) == {*shapes, "eagle3-chat", "standalone-chat", "ngram-chat", "ngram-copy"}
     assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
     assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
-    assert cases["standalone-chat"].batches == (1, 32, 128) and "standalone-chat" not in known_cases(None)
+    assert cases["8b-standalone"].batches == cases["standalone-chat"].batches == (
+        1,
+        32,
+        128,
+    ) and "standalone-chat" not in known_cases(None)
 
 
 def test_a_record_knows_how_many_rows_a_case_has() -> None:
-    for mean, rows in SLOWER_ROWS.items():
-        case = known_cases(None)[f"8b-{mean}"]
-        cells = len(case.batches) * len(case.lengths) + len(case.batches) // 2
-        assert rows == cells + len(case.turns) + 2 * len(case.falling) + len(case.fixed) * len(FIXED_BATCHES)
+    for names, _, rows in SLOWER_CASES.values():
+        found = 0
+        for case in (known_cases(None)[name] for name in names.split(",")):
+            found += len(case.cells()) + len(case.batches) // 2 + len(case.turns) + 2 * len(case.falling)
+            found += len(case.fixed) * len(FIXED_BATCHES)
+        assert rows == found
+    row = row_of("a", "cell", 1, 64, {PLAIN: [ONE] * ROUNDS})
+    assert grid_whole(1)({"rows": [row]}) and not grid_whole(2)({"rows": [row]})
+    assert not grid_whole(1)({"rows": [row_of("a", "cell", 1, 64, {PLAIN: [ONE]})]})
 
 
 def test_windows_of_drafts_are_medians_over_plain_decoding_of_the_same_prompts() -> None:
