@@ -13,11 +13,11 @@ slowest round over its median is the noise.
     cell        all requests at once
     turns       calls of UP_AND_DOWN requests, one after another, in one engine
     high, low   calls of requests whose acceptance is high, and then as many whose acceptance is low
+    mixed       after that, of requests of both by turns
     arrivals    a request comes for each one that ends, so prompts never pause
     fixed N     the cells of fixed numbers, once
 
-Turns, high, low and fixed numbers stand beside what plain decoding took for that cell. Three speeds of each, in tokens
-per second:
+What is called once stands beside what plain decoding took for that cell. Three speeds of each, in tokens per second:
 
     call      all tokens over the time from the first prompt to the last token
     answers   of the answers, from the first quarter of each to its last
@@ -63,6 +63,7 @@ DEFAULT, PLAIN, AGAIN = "default", "plain", "again"
 BATCHES, FIXED_BATCHES, LENGTHS = (1, 8, 24, 32, 100, 128, 200, 256), (1, 32, 128, 256), (64, 256)
 UP_AND_DOWN = (1, 24, 100, 200, 256, 256, 256, 100, 24, 1)
 HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the first seed of the requests that have it
+FALLS = {"high": (HIGH[1],), "low": (LOW[1],), "mixed": (HIGH[1], LOW[1])}  # first seeds
 SEEDS, SEED_STEP = 65536, 257  # of one acceptance; requests of equal seeds and lengths would guess right in step
 FALLING = (1, 32, 128, 256)
 SPEEDS, OF_ROW = ("call", "answers", "engine"), ("case", "kind", "batch", "num_tokens")
@@ -179,12 +180,12 @@ def bounds_of(cases: Iterable[Case], prompts: Iterable[Sequence[Tokens]]) -> Row
 
 @dataclass(frozen=True)
 class Load:
-    """One call: so many requests at a time, `waves` for each."""
+    """One call: so many requests at a time, `waves` for each. `seeds`: the first of each acceptance, by turns."""
 
     batch: int
     num_tokens: int
     waves: int = 1
-    seed: int = 0
+    seeds: tuple[int, ...] = (0,)
 
 
 @dataclass
@@ -230,7 +231,7 @@ async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row
     """Figures of one call."""
     sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, ignore_eos=True)
     indices = range(load.batch * load.waves)
-    seeds = [load.seed + index * SEED_STEP % SEEDS for index in indices]
+    seeds = [load.seeds[index % len(load.seeds)] + index * SEED_STEP % SEEDS for index in indices]
     sent = iter([(prompts[index % len(prompts)], replace(sampling, seed=seeds[index])) for index in indices])
     before, begun = await at_rest(client), time.perf_counter()
     answers = await asyncio.gather(*(answer(client, sent) for _ in range(load.batch)))
@@ -401,8 +402,8 @@ async def measure_defaults(together: Together) -> None:
         for index, batch in enumerate(case.turns):
             await together.beside_cells(name, f"turn {index}", Load(batch, longest), DEFAULT)
         for batch in case.falling:
-            for kind, (_, seed) in {"high": HIGH, "low": LOW}.items():
-                await together.beside_cells(name, kind, Load(batch, longest, seed=seed), DEFAULT)
+            for kind, seeds in FALLS.items():
+                await together.beside_cells(name, kind, Load(batch, longest, seeds=seeds), DEFAULT)
     for batch in sorted({batch for case in cases.values() for batch in case.batches[1::2]}):
         names = [name for name, case in cases.items() if batch in case.batches[1::2] and not case.only]
         for length in dict.fromkeys(min(cases[name].lengths) for name in names):
@@ -413,7 +414,7 @@ async def measure_fixed(together: Together, key: str) -> None:
     """The fixed engine has the acceptance of every case, by seeds."""
     for index, (name, case) in enumerate(together.cases.items()):
         for batch in sorted({*FIXED_BATCHES} & {*case.batches} if key in case.fixed else ()):
-            load = Load(batch, max(case.lengths), seed=(HIGH, LOW)[index][1])
+            load = Load(batch, max(case.lengths), seeds=((HIGH, LOW)[index][1],))
             await together.beside_cells(name, key, load, key)
 
 
@@ -423,7 +424,7 @@ def is_whole(name: str, case: Case, run: Run) -> bool:
         return False
     long, short = max(case.lengths), min(case.lengths)
     others = [(f"turn {index}", batch, long) for index, batch in enumerate(case.turns)]
-    others += [(kind, batch, long) for kind in ("high", "low") for batch in case.falling]
+    others += [(kind, batch, long) for kind in FALLS for batch in case.falling]
     others += [("arrivals", batch, short) for batch in case.batches[1::2]]
     others += [(key, batch, long) for key in case.fixed for batch in FIXED_BATCHES if batch in case.batches]
     return bool(case.only) or all(run.row(name, *row) is not None for row in others)

@@ -15,6 +15,7 @@ from drafters import Window, joined, rows_of, trained
 from never_slower import (
     AGAIN,
     DEFAULT,
+    FALLS,
     FIXED,
     FIXED_BATCHES,
     HIGH,
@@ -87,12 +88,12 @@ class Played(Together):
 
     def __init__(self, cases: dict[str, Case], run: Run) -> None:
         self.cases, self.run, self.clients = cases, run, {}
-        self.calls: list[tuple[str, int, int, int]] = []
+        self.calls: list[tuple[str, int, int, tuple[int, ...]]] = []
 
     async def call(self, key: str, load: Load, name: str) -> dict[str, Any] | None:
         if len(self.calls) >= self.run.ends_at:
             return None
-        self.calls.append((key, load.batch, load.num_tokens, load.seed))
+        self.calls.append((key, load.batch, load.num_tokens, load.seeds))
         return dict.fromkeys(SPEEDS, float(len(self.calls)))
 
 
@@ -142,7 +143,7 @@ def test_fixed_numbers_have_the_acceptance_of_every_case_by_seeds() -> None:
     engines.calls.clear()
     for key in FIXED:
         asyncio.run(measure_fixed(engines, key))
-    assert engines.calls[:2] == [("a", 1, 256, HIGH[1]), ("b", 1, 256, LOW[1])]
+    assert engines.calls[:2] == [("a", 1, 256, (HIGH[1],)), ("b", 1, 256, (LOW[1],))]
     assert is_whole("b", cases["b"], engines.run)
 
 
@@ -190,7 +191,7 @@ def test_a_record_knows_how_many_rows_a_case_has() -> None:
     for names, _, rows in SLOWER_CASES.values():
         found = 0
         for case in (known_cases(None)[name] for name in names.split(",")):
-            found += len(case.cells()) + len(case.batches) // 2 + len(case.turns) + 2 * len(case.falling)
+            found += len(case.cells()) + len(case.batches) // 2 + len(case.turns) + len(FALLS) * len(case.falling)
             found += len(case.fixed) * len(FIXED_BATCHES)
         assert rows == found
     row = row_of("a", "cell", 1, 64, {PLAIN: [ONE] * ROUNDS})
