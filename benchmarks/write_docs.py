@@ -1,17 +1,24 @@
 """Write everything that is generated in README.md, docs/ and the kernels' README.
 
-    python benchmarks/write_docs.py [--check]
-
-With --check nothing is written, and the exit status is 1 if a file would change.
+python benchmarks/write_docs.py            changes the files
+python benchmarks/write_docs.py --check    writes nothing; the exit status is 1 if a file would change
+python benchmarks/write_docs.py --ages     writes nothing; lists results that are older than the code
 """
 
 import sys
 
+from documents.age import ages
+from documents.figures import shown
 from documents.fill import ROOT, generated
+
+from overlap_spec.runtime.source import describe_source
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
+    if "--ages" in arguments:
+        print(*ages(shown(ROOT), describe_source(), ROOT), sep="\n")
+        return 0
     check, stale = "--check" in arguments, 0
     for path, text in generated().items():
         if not path.is_file() or path.read_text() != text:

@@ -1,19 +1,19 @@
-"""Decides whether a result is older than the code that it measures.
+"""How old the results are that documents show. They say so once, at the top of `docs/benchmarks.md`.
 
 A result records a hash of every part of the code that ran (`source.py`). It is *current* while the parts that its
 benchmark depends on have the same hashes: a change of comments or docstrings leaves it current, a change of code does
-not. The documents show current results. `benchmarks/results/older.json` must name every other result with the reason
-why it is kept; its table shows both. `tests/unit/bench/test_age.py` checks this.
+not. `python benchmarks/write_docs.py --ages` lists those that are not. An old result fails nothing: the line below its
+table names its commit.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.runtime.source import PARTS, Source
+from records.reader import commits_since
 
-OLDER = "older.json"
+from overlap_spec.runtime.source import COMMIT_DIGITS, PARTS, Source
+
 STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/entrypoints", "overlap_spec/frontend"))
 DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "throughput": PARTS,
@@ -27,6 +27,11 @@ DEPENDS_ON = {  # by benchmark; the others depend on the step path
 Report = Mapping[str, Any]
 
 
+def documents(root: Path) -> list[Path]:
+    """Every document with generated places."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md")), root / "kernels/overlap_spec_kernels/README.md"]
+
+
 def changed_parts(report: Report, now: Source) -> list[str]:
     """Parts of the code that a report depends on and that have changed since; all of them if none was recorded."""
     then = run_of(report).get("source", {}).get("code", {})
@@ -34,25 +39,24 @@ def changed_parts(report: Report, now: Source) -> list[str]:
     return [part for part in parts if then.get(part) != now.code.get(part)]
 
 
-def reasons(results: Path) -> dict[str, str]:
-    """Why results that are not current are kept, by file name."""
-    path = results / OLDER
-    known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
-    return known
-
-
 def run_of(report: Report) -> Report:
     """Where and with which code a report was made; of one that several runs went on with, the last."""
     runs = report.get("runs")
-    found: Report = runs[-1] if isinstance(runs, list) and runs else report.get("run", {})
+    found: Report = runs[-1] if isinstance(runs, list) and runs else report.get("run") or report
     return found
 
 
-def age_note(report: Report, path: Path, now: Source) -> str:
-    """A table's note on a result that is not current; empty if it is."""
-    changed = changed_parts(report, now)
-    if not changed:
-        return ""
-    parts = ", ".join(part.rpartition("/")[2] for part in changed)
-    reason = reasons(path.parent).get(path.name, "not measured again")
-    return f"older than the code ({parts}): {reason}"
+def commits_of(reports: Mapping[str, Report]) -> list[str]:
+    """The commits at which they were measured, the first one first."""
+    runs = sorted(map(run_of, reports.values()), key=lambda run: str(run.get("when", "")))
+    return list(dict.fromkeys(str(run["commit"])[:COMMIT_DIGITS] for run in runs if run.get("commit")))
+
+
+def ages(reports: Mapping[str, Report], now: Source, root: Path) -> Iterator[str]:
+    """A line for each result that is older than the code, the first one first."""
+    old = {name: changed for name, report in reports.items() if (changed := changed_parts(report, now))}
+    for name in sorted(old, key=lambda name: str(run_of(reports[name]).get("when", ""))):
+        commit = str(run_of(reports[name]).get("commit", "?"))
+        since = commits_since(root, commit.rstrip("+")) or "?"
+        parts = ", ".join(part.rpartition("/")[2] for part in old[name])
+        yield f"{name}: measured at {commit}, {since} commits ago; changed since: {parts}"

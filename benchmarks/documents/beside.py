@@ -10,7 +10,6 @@ from documents.own import own_cells, own_reports
 from documents.peers import CHAIN, FIRST, LLAMA, PEERS, PLAIN, SHORT, SMOLLM2, Cell, Figure, Peer
 from documents.real_traffic import described
 from overlap_spec.bench.methods_records import against_plain
-from overlap_spec.runtime.source import Source
 
 NAME = "peers"
 HEAD = (
@@ -81,13 +80,13 @@ def label_of(cell: Cell) -> str:
     return f"{cell.model}, {cell.work}{context}"
 
 
-def peers_table(root: Path, now: Source) -> str:
+def peers_table(root: Path) -> str:
     """A row for each cell, and below the table where our figures are from."""
     rows, results = compared(root), root / "benchmarks/results"
     used = list(dict.fromkeys(row.ours.origin for row in rows))
     letters = {name: chr(ord("a") + index) for index, name in enumerate(used)}
     reports = own_reports(results)
-    origins = [f"- {letters[name]}: {described(results / name, reports[name], now)}" for name in used]
+    origins = [f"- {letters[name]}: {described(results / name, reports[name])}" for name in used]
     return "\n".join([table(HEAD, list(_lines(rows, letters))), "", *origins])
 
 

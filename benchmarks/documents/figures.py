@@ -9,13 +9,26 @@ from typing import Any
 
 from rows.quantities import QUANTITIES
 
+from documents.age import commits_of, documents
 from documents.beside import MODELS, Row, behind, compared, speeds, times
+from documents.models import ON_CPU, ON_GPU
+from documents.own import own_reports
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
-from documents.result_tables import DEFAULT_NUMBERS, recorded
-from documents.side_by_side import DEFAULTS
+from documents.result_tables import DEFAULT_NUMBERS, MARKED, recorded
+from documents.side_by_side import DEFAULTS, FILES as SIDE_BY_SIDE
+from documents.two_gpus import FILES as TWO_GPUS
 
 Report = dict[str, Any]
+
+
+def shown(root: Path) -> dict[str, Report]:
+    """The results that documents show, by file name. Some tables read several, or a record."""
+    text, results = "".join(path.read_text() for path in documents(root)), root / "benchmarks/results"
+    paths = {root / match[2] for match in MARKED.finditer(text)}
+    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE, *TWO_GPUS.values(), ON_CPU, ON_GPU)
+    paths |= {results / name for name in listed if (results / name).is_file()}
+    return {path.name: json.loads(path.read_text()) for path in sorted(paths)}
 
 
 class Results:
@@ -23,6 +36,11 @@ class Results:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    @cached_property
+    def commits(self) -> list[str]:
+        """At which the results were measured that documents show."""
+        return commits_of(shown(self._root))
 
     @cached_property
     def compared(self) -> list[Row]:
@@ -276,6 +294,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "replies-invalid": lambda results: str(sum(row["requests"] - row["valid"] for row in _replies(results))),
     "replies-faults": lambda results: str(sum(row["different"]["fault"] for row in _replies(results))),
     "plain-again": _plain_again,
+    "commits": lambda results: f"{len(results.commits):,}",
+    "first-commit": lambda results: results.commits[0],
+    "last-commit": lambda results: results.commits[-1],
     "forced": partial(_forced, proposed=True),
     "forced-not": partial(_forced, proposed=False),
     "audits-found": partial(_audits_found, rate="0.5"),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from documents import result_tables
+from documents.age import documents
 from documents.attacks import TABLES as ATTACKS, attacks_table
 from documents.beside import NAME as PEERS, peers_table
 from documents.figures import FIGURES, Results
@@ -28,7 +29,6 @@ from documents.real_traffic import NAME as REAL_TRAFFIC, real_traffic_table
 from documents.side_by_side import TABLES as SIDE_BY_SIDE, side_by_side
 from documents.step_chart import CHART, chart
 from documents.two_gpus import ENGINES, NAME as TWO_GPUS, NAME_OF_SUMS, SUMS, two_gpus_tables
-from overlap_spec.runtime.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"
@@ -37,15 +37,9 @@ FIGURE = re.compile(r"\*\*[^*\n]+\*\*(<!-- figure: (\S+) -->)")
 BLOCKS = re.compile(r"<!-- (?:table|flags|list): .*?<!-- end -->", re.DOTALL)
 
 
-def documents() -> list[Path]:
-    """Every document with generated places."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/overlap_spec_kernels/README.md"]
-
-
 def generated() -> dict[Path, str]:
     """Each generated file with the text that it should have."""
-    source = describe_source()
-    files = {path: _from_its_folder(path, fill(path.read_text(), source)) for path in documents()}
+    files = {path: _from_its_folder(path, fill(path.read_text())) for path in documents(ROOT)}
     return files | {ROOT / CHART: chart(ROOT)}
 
 
@@ -55,27 +49,24 @@ def _from_its_folder(path: Path, text: str) -> str:
     return text.replace("](../benchmarks/", f"]({top}/benchmarks/")
 
 
-def fill(text: str, source: Source | None = None) -> str:
-    """The text with every marked place made anew. `source`: the code that runs now, if it was described before.
-
-    Raises: KeyError for a name that is not known.
-    """
+def fill(text: str) -> str:
+    """The text with every marked place made anew. Raises: KeyError for a name that is not known."""
     results = Results(ROOT)
     text = _filled(text, "flags", TABLES)
-    now, committed = functools.cache(lambda: source or describe_source()), ROOT / RESULTS
+    committed = ROOT / RESULTS
     lists = LISTS | {
         **{name: functools.partial(attacks_table, committed / f"{summary}.json") for name, summary in ATTACKS.items()},
-        REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
-        MODELS: lambda: models_tables(committed, now()),
-        PEERS: lambda: peers_table(ROOT, now()),
-        TWO_GPUS: lambda: two_gpus_tables(committed, now, (ENGINES,)),
-        NAME_OF_SUMS: lambda: two_gpus_tables(committed, now, (SUMS,)),
+        REAL_TRAFFIC: lambda: real_traffic_table(committed),
+        MODELS: lambda: models_tables(committed),
+        PEERS: lambda: peers_table(ROOT),
+        TWO_GPUS: lambda: two_gpus_tables(committed, (ENGINES,)),
+        NAME_OF_SUMS: lambda: two_gpus_tables(committed, (SUMS,)),
         "default-by-batch": lambda: result_tables.record_table(committed, result_tables.DEFAULT_NUMBERS),
-        **{name: functools.partial(side_by_side, name, committed, now) for name in SIDE_BY_SIDE},
+        **{name: functools.partial(side_by_side, name, committed) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
-    return result_tables.fill(text, ROOT, source)
+    return result_tables.fill(text, ROOT)
 
 
 def _filled(text: str, kind: str, tables_of: Mapping[str, Callable[[], str]]) -> str:

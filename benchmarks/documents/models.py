@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.age import age_note
 from documents.lists import table
 from documents.result_tables import origin
-from overlap_spec.runtime.source import Source
 
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"
@@ -42,7 +40,7 @@ Counts = Mapping[str, Counter[str]]  # by format
 Report = dict[str, Any]
 
 
-def models_tables(results: Path, now: Source) -> str:
+def models_tables(results: Path) -> str:
     """One table, a sentence for each refusal, and what a column holds. Raises: ValueError for a format without one."""
     on_cpu, on_gpu = _read(results / ON_CPU), _read(results / ON_GPU)
     groups = _groups(on_cpu["formats"])
@@ -61,7 +59,7 @@ def models_tables(results: Path, now: Source) -> str:
             *(f"- {group}: {'; '.join(names)}" for group, names in groups.items() if len(names) > 1),
             f"- methods: {'; '.join(on_cpu['methods'])}",
             "",
-            *_origins(results, now, {ON_CPU: on_cpu, ON_GPU: on_gpu}),
+            *(f"{origin(report)}\n" for report in (on_cpu, on_gpu) if report),
         ]
     )
 
@@ -107,11 +105,3 @@ def _cell(here: Counts, there: Counts, names: Iterable[str], refusals: list[str]
     said = f"{equal} =" if equal == total else f"{equal} of {total} ="
     there_said = [f"{on_gpu[outcome]} {sign}" for outcome, sign in SIGNS.items() if on_gpu[outcome]]
     return f"{said}; H200: {', '.join(there_said)}" if there_said else said
-
-
-def _origins(results: Path, now: Source, reports: Mapping[str, Report]) -> list[str]:
-    return [
-        f"{origin(report)}{'; ' + note if (note := age_note(report, results / name, now)) else ''}\n"
-        for name, report in reports.items()
-        if report
-    ]

@@ -8,10 +8,8 @@ from pathlib import Path
 from records.reader import reports_of
 from rows.quantities import QUANTITIES, Measured, Quantity, Report
 
-from documents.age import age_note
 from documents.lists import table
 from documents.result_tables import origin
-from overlap_spec.runtime.source import Source
 
 NAME = "real-traffic"
 CARD = "h200"
@@ -28,14 +26,14 @@ def committed(results: Path) -> dict[str, Report]:
     return files | {name: each for name, each in reports_of(results, CARD).items() if "benchmark" in each}
 
 
-def real_traffic_table(results: Path, now: Source) -> str:
+def real_traffic_table(results: Path) -> str:
     """A row for each kind of work. Files that a figure is from are described below it, by letter."""
     reports = committed(results)
     found = {quantity: quantity.measured(reports) for quantity in QUANTITIES}
     used = list(dict.fromkeys(name for each in found.values() if each is not None for name in each.files))
     letters = {name: chr(ord("a") + index) for index, name in enumerate(used)}
     rows = [_row(work, list(own), found, letters) for work, own in groupby(QUANTITIES, key=lambda each: each.work)]
-    origins = [f"- {letters[name]}: {described(results / name, reports[name], now)}" for name in used]
+    origins = [f"- {letters[name]}: {described(results / name, reports[name])}" for name in used]
     return "\n".join([table(HEAD, rows), "", *origins])
 
 
@@ -59,9 +57,7 @@ def _figure(quantity: Quantity, found: Measured | None) -> str:
     return name + figure
 
 
-def described(path: Path, report: Report, now: Source) -> str:
-    """As below any other table, with a link to the file. A record's report is no file, and its page names its age."""
-    if not path.is_file():
-        return f"{path.name}: {origin(dict(report))}"
-    age = age_note(report, path, now)
-    return f"[{path.name}](../benchmarks/results/{path.name}): {origin(dict(report))}" + (f"; {age}" if age else "")
+def described(path: Path, report: Report) -> str:
+    """As below any other table, with a link to the file. A record's report is no file."""
+    name = f"[{path.name}](../benchmarks/results/{path.name})" if path.is_file() else path.name
+    return f"{name}: {origin(dict(report))}"

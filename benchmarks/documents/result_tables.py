@@ -14,7 +14,7 @@ from typing import Any
 
 from records.reader import reports_of
 
-from documents.age import age_note, run_of
+from documents.age import run_of
 from documents.throughput_table import (
     NAMES,
     batch_head,
@@ -25,7 +25,7 @@ from documents.throughput_table import (
 )
 from overlap_spec.bench.methods_records import FULL, Report, against_plain, full_rows, memory_of, name_of, notes
 from overlap_spec.bench.workload import sampling_of
-from overlap_spec.runtime.source import UNKNOWN, Source, describe_source
+from overlap_spec.runtime.source import UNKNOWN
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out
@@ -35,27 +35,19 @@ NOT_MEASURED = "*Not measured yet.*"
 MATRIX_CELLS = {"equal": "=", "differs": "**differs**", "400": "400"}
 
 
-def fill(text: str, root: Path, source: Source | None = None) -> str:
-    """The text with every marked table regenerated. `source`: the code that runs now, if already described."""
-    if not MARKED.search(text):
-        return text
-    now = source or describe_source()
+def fill(text: str, root: Path) -> str:
+    """The text with every marked table regenerated."""
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        age = age_note(report, root / match[2], now)
-        return f"{match[1]}{render(report, match[3], age)}\n{match[4]}"
+        return f"{match[1]}{render(report, match[3])}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def render(report: Report, view: str | None = None, age: str = "") -> str:
-    """One report as a Markdown table with its origin below.
-
-    `view`: selects another table than the benchmark's default. `age`: the note on a result that is older than the code.
-    """
-    lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
-    return "\n".join((*lines, "", origin(report) + (f"; {age}" if age else "")))
+def render(report: Report, view: str | None = None) -> str:
+    """One report as a Markdown table with its origin below. `view`: another table than the benchmark's default."""
+    return "\n".join((*RENDERERS[view or report.get("benchmark", "kernels")](report), "", origin(report)))
 
 
 def record_table(results: Path, name: str) -> str:
@@ -71,7 +63,7 @@ def recorded(results: Path, name: str) -> dict[str, Report]:
 
 
 def origin(report: Report) -> str:
-    """Hardware, commit, versions and command: without them a figure means nothing."""
+    """Hardware, commit, versions and command: without them a figure means nothing. A report may add a `note`."""
     run = run_of(report) or report
     device = run.get("gpu") or run["device"]
     if device in ("cpu", "none"):
@@ -81,7 +73,8 @@ def origin(report: Report) -> str:
     )
     synthetic = "" if report.get("acceptance", "real") in ("real", "") else f"{report['acceptance']}; "
     command = UNTOLD.sub("", run["command"])
-    return f"{synthetic}{device}; {_commit(run['commit'])}; {versions}; `{command}`"
+    note = f"; {report['note']}" if "note" in report else ""
+    return f"{synthetic}{device}; {_commit(run['commit'])}; {versions}; `{command}`{note}"
 
 
 def _commit(commit: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from documents.lists import table
 from documents.real_traffic import described
 from overlap_spec.bench.methods_records import against_plain
-from overlap_spec.runtime.source import Source
 
 Report = dict[str, Any]
 Lines = list[list[str]]
@@ -89,11 +88,11 @@ TABLES = {
 }
 
 
-def side_by_side(name: str, results: Path, now: Callable[[], Source]) -> str:
+def side_by_side(name: str, results: Path) -> str:
     """The table of that name, with its files below it. Raises: KeyError for a name that is not known."""
     shown = TABLES[name]
     reports = {file: json.loads((results / file).read_text()) for file in shown.files.values()}
     columns = [(group, column) for group in shown.files for column in shown.own.get(group, shown.columns)]
     head = [shown.first, *(f"{group}, {column}" for group, column in columns)]
-    origins = [f"- {group}: {described(results / file, reports[file], now())}" for group, file in shown.files.items()]
+    origins = [f"- {group}: {described(results / file, reports[file])}" for group, file in shown.files.items()]
     return "\n".join([table(head, shown.lines(list(reports.values()))), "", *origins])

@@ -1,7 +1,7 @@
 """Engines of two ranks beside those of one, and sums between two GPUs: the tables of both."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from records.reader import reports_of
 
 from documents.lists import table
 from documents.real_traffic import described
-from overlap_spec.runtime.source import Source
 
 NAME, NAME_OF_SUMS = "two-h200", "two-h200-sums"  # one page tells of engines, another of kernels
 ENGINES, SUMS = "tensor_parallel", "reductions"
@@ -31,7 +30,7 @@ def reports(results: Path) -> dict[str, tuple[str, Report]]:
     return files | {name: (known, record[known]) for name, known in measured if known in record}
 
 
-def two_gpus_tables(results: Path, now: Callable[[], Source], asked: Collection[str] = (ENGINES, SUMS)) -> str:
+def two_gpus_tables(results: Path, asked: Collection[str] = (ENGINES, SUMS)) -> str:
     """Those that are asked for, each with its origin; of what is not there, that it is not measured."""
     found = reports(results)
     parts = []
@@ -42,7 +41,7 @@ def two_gpus_tables(results: Path, now: Callable[[], Source], asked: Collection[
             parts.append(f"{'Engines' if name == ENGINES else 'Sums'}: {NOT_MEASURED}")
             continue
         file, report = found[name]
-        parts += [table(head(report), list(lines(report))), f"- {described(results / file, dict(report), now())}"]
+        parts += [table(head(report), list(lines(report))), f"- {described(results / file, dict(report))}"]
     return "\n\n".join(parts)
 
 

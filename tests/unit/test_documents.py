@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from documents.age import documents
 from documents.figures import at_least, at_most
-from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
+from documents.fill import BLOCKS, FIGURE, ROOT, fill, generated, prose
 from documents.result_tables import MARKED
 
 import overlap_spec
@@ -21,10 +22,11 @@ from overlap_spec.entrypoints.cli.flags import Parser, flag_name
 from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetrics
 
-DOCUMENTS = documents()
+DOCUMENTS = documents(ROOT)
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 NOT_OURS = {
     "--address",
+    "--ages",
     "--dist",
     "--fuzz-cases",
     "--fuzz-seconds",

@@ -18,8 +18,6 @@ from documents.result_tables import DEFAULT_NUMBERS, NOT_MEASURED, record_table
 from documents.step_chart import chart
 from records.reader import MixedCards
 
-from overlap_spec.runtime.source import describe_source
-
 ROOT = Path(__file__).parents[3]
 MEASURE = ROOT / VLLM.folder / "measure.py"
 ROWS = compared(ROOT)
@@ -207,7 +205,7 @@ def test_every_row_that_is_asked_for_is_compared() -> None:
 
 
 def test_the_table_marks_what_is_slower_and_names_every_file() -> None:
-    text = peers_table(ROOT, describe_source())
+    text = peers_table(ROOT)
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert len(lines) == len(ROWS) and text.splitlines()[0].count("|") == len(HEAD) + 1
     for found, row in zip(lines, ROWS, strict=True):

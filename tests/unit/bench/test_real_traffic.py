@@ -31,7 +31,7 @@ def write(directory: Path, name: str, commit: str, when: str, cells: list[tuple[
 
 def lines(directory: Path) -> dict[str, list[str]]:
     """The rows of the table by the kind of work: measured, file."""
-    table = real_traffic_table(directory, NOW).splitlines()
+    table = real_traffic_table(directory).splitlines()
     cells = [line.strip("|").split("|") for line in table[2:] if line.startswith("|")]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
@@ -63,7 +63,7 @@ def test_a_quantity_takes_the_newest_file_that_has_it_and_files_are_named_with_t
     assert found["first token of a prompt of random tokens, ms"][1] == "a"
     turn = next(row for work, row in found.items() if "turn" in work)
     assert turn == ["11", "b"]
-    origins = [line for line in real_traffic_table(tmp_path, NOW).splitlines() if line.startswith("- ")]
+    origins = [line for line in real_traffic_table(tmp_path).splitlines() if line.startswith("- ")]
     assert [line.partition(";")[2].partition(";")[0].strip() for line in origins] == [
         "commit aaaaaaaaaaaa",
         "commit bbbbbbbbbbbb",

@@ -122,11 +122,11 @@ ROWS = [
 
 
 def lines_of(results: Path) -> list[str]:
-    return [line for line in two_gpus_tables(results, lambda: NOW).splitlines() if line.startswith(("| ", "- "))]
+    return [line for line in two_gpus_tables(results).splitlines() if line.startswith(("| ", "- "))]
 
 
 def test_the_page_is_written_without_figures_and_with_them(tmp_path: Path) -> None:
-    assert two_gpus_tables(tmp_path, lambda: NOW) == f"Engines: {NOT_MEASURED}\n\nSums: {NOT_MEASURED}"
+    assert two_gpus_tables(tmp_path) == f"Engines: {NOT_MEASURED}\n\nSums: {NOT_MEASURED}"
     (tmp_path / FILES["tensor_parallel"]).write_text(json.dumps(report(ROWS)))
     lines = lines_of(tmp_path)
     assert lines[0] == "| shape and method | batch 8 | first token of 8,192 |"
