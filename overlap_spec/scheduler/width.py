@@ -13,6 +13,8 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, rows_of
 
+CHANCE = 24  # steps whose guesses tell no more of those that are left than those of all do
+
 
 class TokenEstimate(Protocol):
     """Tokens that a slot commits in a step of each width, while steps are `now` wide. Indices stand for widths."""
@@ -21,7 +23,7 @@ class TokenEstimate(Protocol):
 
     def hoped(self, now: int) -> list[float]: ...
 
-    def observe(self, result: StepResult, asked: int = 0) -> None: ...
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None: ...
 
 
 class WidthPolicy:
@@ -45,8 +47,8 @@ class WidthPolicy:
         """Whether guesses are looked up after that step; after wide ones they must be. Asked once, if self-drafting."""
         return True
 
-    def observe(self, result: StepResult, asked: int = 0) -> None:
-        """Learn from a settled decode step. `asked`: for how many guesses the draft was asked; 0 if it was not."""
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
+        """Learn from a settled decode step. The draft was `asked` for so many guesses, or 0. `share`: see `_share`."""
 
     def timed(self, batch_size: int, width: int, drafts: bool, seconds: float) -> None:
         """Learn from the time of a decode step that followed another one of its kind, as `drafts` said."""
@@ -60,6 +62,7 @@ class BatchWidths:
         self.tokens: TokenEstimate | None = None  # a feature's that knows more of windows than their columns
         self._limits = limits
         self._chose = False  # whether the last width is the policy's
+        self._known: list[Request] = []  # of the last step that the policy learnt from
         self._settled: tuple[int, bool] | None = None  # width and draft of the last step, if that only decoded
 
     def choose(self, queues: RequestQueues, narrowing: int = 0) -> int:
@@ -71,8 +74,7 @@ class BatchWidths:
         if not queues.num_limited:
             return self.policy.choose(batch_size)
         most_steps = [limits.num_steps if each.most_steps is None else each.most_steps for each in queues.running]
-        most = max(most_steps)
-        if most == 0:
+        if (most := max(most_steps)) == 0:
             self._chose = False
             return limits.step_widths[0]
         width = self.policy.choose(batch_size, most_steps.count(0))
@@ -94,13 +96,22 @@ class BatchWidths:
         `asked`: the width that the draft was asked to fill; 0 where it was not. A model that gives no guess then, whose
         logits are NaN, counts as one whose guesses are wrong: else nothing would show that wide steps do not pay.
         """
-        num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
         if not self.policy.learns:
             return
-        if all(result.tokens) and not any([each.is_limited for each in requests]):
-            self.policy.observe(result, num_asked)
-        elif rows := [row for row, each in enumerate(requests) if result.tokens[row] and not each.is_limited]:
-            self.policy.observe(rows_of(result, rows), num_asked)
+        if rows := [row for row, each in enumerate(requests) if result.tokens[row] and not each.is_limited]:
+            num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
+            own = result if len(rows) == len(requests) else rows_of(result, rows)
+            self.policy.observe(own, num_asked, self._share([requests[row] for row in rows]))
+
+    def _share(self, requests: list[Request]) -> float:
+        """Guesses accepted in a step for those that are left when others end, over those for all, where it was less."""
+        before, self._known = self._known, requests
+        if len(requests) >= len(before) or not {*requests} < {*before}:
+            return 1.0
+        few, many = [sum([len(each.tokens) - each.prompt_len - 1 for each in found]) for found in (requests, before)]
+        steps, of_all = [sum([each.verify_steps for each in found]) for found in (requests, before)]
+        mean = many / max(of_all, 1) - 1  # a prompt gives one token, and every step another
+        return min(((few - steps) / mean + CHANCE) / (steps + CHANCE), 1.0) if mean > 0 else 1.0
 
     def timed(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the time of a settled step, or of a part of one.

@@ -49,6 +49,7 @@ class WidthsEngine(SimulatedEngine):
         self._rng = random.Random(seed)
         self._draft = None if mean is None else Synthetic(mean, LEVELS[mean])
         self._dearer = dearer
+        self.drafts: dict[int, Synthetic] = {}  # of some slots, where they differ
         self.drafts_s = 0.0 if mean is None else DRAFTED_BESIDE_S
         self._guesses: dict[int, int] = {}  # by slot
         self._judged_rows: list[tuple[int, int, list[int]]] = []  # of the last windows
@@ -81,7 +82,7 @@ class WidthsEngine(SimulatedEngine):
                 run = int(work.next_token < 0)
             elif self._draft is not None:
                 guessed = min(self._guesses[work.slot], width - 1)
-                accepted, num_proposed, path = self._draft.judged(guessed, self._rng)
+                accepted, num_proposed, path = self.drafts.get(work.slot, self._draft).judged(guessed, self._rng)
                 self._judged_rows.append((guessed, num_proposed, path))
                 run += accepted
             self._guesses[work.slot] = width - 1

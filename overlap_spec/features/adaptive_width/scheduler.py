@@ -1,15 +1,13 @@
 """How wide decode steps are: the width that commits the most tokens per second, down to 1, which is plain decoding.
 
 What a step of each width commits (`TokensByWidth`) and takes (`StepSeconds`) is learnt. What counts is the slowest of
-the requests that run: of two dozen it ends 5 to 14% later than the mean. A width is left for what is faster by more
-than chance has it.
+the requests that run: of two dozen it ends 5 to 14% later than the mean.
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
 draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
-lose; it keeps no more than steps cost that take DEAREST times those of now, so that one answer does not pay for all
-trials of a long good phase. Wider ones are reached by narrower ones. A width that has lost is left alone for LOST_STEPS
-steps of the class, twice as many the next time unless it has been taken since. A class without results begins with the
-width that is the fastest with a fair draft and cannot lose much.
+lose; it keeps no more than steps cost that take DEAREST times those of now. Wider ones are reached by narrower ones. A
+width that has lost is left alone for LOST_STEPS steps, twice as many the next time unless it has been taken since. A
+class without results begins with the width that is the fastest with a fair draft and cannot lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
@@ -64,9 +62,9 @@ class TokensByWidth:
         committed     1   +     g1       +        g2          +            g3
 
     A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. If the
-    last of these differ by more than chance, those before are forgotten. While it is not tested it fades; of the width
-    of now it has the benefit of the doubt. Guesses of a chain that no step has tested are believed to be like those
-    before.
+    last of these, or those of the requests that are left, differ by more than chance, those before are forgotten. While
+    it is not tested it fades; of the width of now it has the benefit of the doubt. Guesses of a chain that no step has
+    tested are believed to be like those before.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -97,8 +95,9 @@ class TokensByWidth:
         """The same if the draft were good beyond `now`."""
         return list(accumulate([*self._gains[: now + 1], *self._hoped[now + 1 :]]))
 
-    def observe(self, result: StepResult, asked: int = 0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         """Take in a settled decode step. A slot that has none of the guesses that were `asked` for had wrong ones."""
+        self._recent = [gain * share for gain in self._recent]
         trees = find(result.extensions, TreePaths)
         self._is_chain = trees is None
         paths: Iterable[int | tuple[int, ...]]  # of a chain, one beyond its last column
@@ -142,9 +141,9 @@ class StepSeconds:
 
     A step takes what was measured at start, and an excess that each kind learns from its own steps, for each class of
     batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
-    against a narrower one: that is taken, and timed, before the wide one is too slow. A wider one that was never timed
-    is believed to exceed its cost as the next narrower one does. What makes it fast, text whose rows share experts, is
-    believed of all: in proportion, so that a narrower one is not left for what it took with other text.
+    against a narrower one: that is timed before the wide one is too slow. A wider one that was never timed is believed
+    to exceed its cost as the next narrower one does. What makes it fast, text whose rows share experts, is believed of
+    all, in proportion.
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
@@ -312,8 +311,8 @@ class MeasuredWidth(WidthPolicy):
             self._saved = max(self._saved - (self._planned[0] if self._looks else -LOOKED_UP), -MOST_OWED)
         return self._looks
 
-    def observe(self, result: StepResult, asked: int = 0) -> None:
-        self.tokens.observe(result, asked)
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
+        self.tokens.observe(result, asked, share)
         if self._first:
             gained = sum(map(len, result.tokens)) / len(result.tokens) - 1
             self._saved = min(self._saved + gained * self._planned[1], MOST_SAVED)
@@ -365,7 +364,7 @@ class RuledWidth(WidthPolicy):
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._rule_for(batch_size).steps + 1
 
-    def observe(self, result: StepResult, asked: int = 0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
         accepted = sum(map(len, result.tokens)) / num_slots - 1
         self._rule_for(num_slots).observe(accepted if had_guesses else None)

@@ -7,6 +7,8 @@ from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec import features
 from overlap_spec.messages import Phase, Speculative, StepCosts, StepResult
+from overlap_spec.scheduler.prefix_cache import Node, Share
+from overlap_spec.scheduler.requests import Request
 
 if TYPE_CHECKING:
     from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
@@ -66,6 +68,34 @@ def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
-    measured(bench).observe = lambda result, asked: seen.append(result)
+    measured(bench).observe = lambda result, asked, share: seen.append(result)
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)
+
+
+@LEARNS
+def test_what_is_learnt_becomes_that_of_the_requests_that_are_left() -> None:
+    """Of eight one has no guess accepted. It is left alone, and its steps are believed to be like its own."""
+    bench = Bench(READY)
+    shares: list[float] = []
+    measured(bench).observe = lambda result, asked, share: shares.append(share)
+    widths = bench.scheduler.planner.widths
+
+    def settle(*running: Request) -> None:
+        widths.observe(running, StepResult(0, [[1]] * len(running), [3] * len(running), 0.0))
+
+    root = Node(None, b"", [], Share("", 0.0))
+    all_ = [Request(make_admit(uid, [1, 2, 3], 200), root) for uid in range(8)]
+    for request, guesses in zip(all_, (0, *[2] * 7), strict=True):
+        request.verify_steps = 48
+        request.tokens.extend([5] * (1 + 48 * (1 + guesses)))
+    settle(*all_)
+    settle(all_[0], *all_[2:])
+    settle(all_[0])
+    settle(all_[0])
+    settle(*all_[1:5])
+    settle(all_[0])
+    settle(*all_[:2])
+    settle(all_[1])
+    expected = [1.0, 0.981, 24 / 72, *[1.0] * 5]
+    assert shares == pytest.approx(expected, abs=0.001), "it came after others; what is left is not worse"
