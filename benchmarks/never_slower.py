@@ -187,6 +187,11 @@ class Load:
     waves: int = 1
     seeds: tuple[int, ...] = (0,)
 
+    def all_seeds(self) -> list[int]:
+        """Of its requests."""
+        indices = range(self.batch * self.waves)
+        return [self.seeds[index % len(self.seeds)] + index * SEED_STEP % SEEDS for index in indices]
+
 
 @dataclass
 class Progress:
@@ -231,7 +236,7 @@ async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row
     """Figures of one call."""
     sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, ignore_eos=True)
     indices = range(load.batch * load.waves)
-    seeds = [load.seeds[index % len(load.seeds)] + index * SEED_STEP % SEEDS for index in indices]
+    seeds = load.all_seeds()
     sent = iter([(prompts[index % len(prompts)], replace(sampling, seed=seeds[index])) for index in indices])
     before, begun = await at_rest(client), time.perf_counter()
     answers = await asyncio.gather(*(answer(client, sent) for _ in range(load.batch)))

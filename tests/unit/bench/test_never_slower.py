@@ -147,6 +147,11 @@ def test_fixed_numbers_have_the_acceptance_of_every_case_by_seeds() -> None:
     assert is_whole("b", cases["b"], engines.run)
 
 
+def test_requests_of_both_acceptances_come_by_turns() -> None:
+    seeds = Load(2, 256, waves=2, seeds=FALLS["mixed"]).all_seeds()
+    assert [seed >= LOW[1] for seed in seeds] == [False, True, False, True] and len({*seeds}) == 4
+
+
 def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured() -> None:
     """In the whole grid 24 requests of 64 tokens come after 32 of 256, so what was learnt there is what they meet."""
     whole = known_cases(None)["8b-1.3"]
