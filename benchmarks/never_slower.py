@@ -17,7 +17,8 @@ slowest round over its median is the noise.
     arrivals    a request comes for each one that ends, so prompts never pause
     fixed N     the cells of fixed numbers, once
 
-What is called once stands beside what plain decoding took for that cell. Three speeds of each, in tokens per second:
+Turns and arrivals are called once; after calls whose acceptance falls plain decoding has one. Fixed numbers stand
+beside what it took for that cell. Three speeds of each, in tokens per second:
 
     call      all tokens over the time from the first prompt to the last token
     answers   of the answers, from the first quarter of each to its last
@@ -64,7 +65,9 @@ BATCHES, FIXED_BATCHES, LENGTHS = (1, 8, 24, 32, 100, 128, 200, 256), (1, 32, 12
 UP_AND_DOWN = (1, 24, 100, 200, 256, 256, 256, 100, 24, 1)
 HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the first seed of the requests that have it
 FALLS = {"high": (HIGH[1],), "low": (LOW[1],), "mixed": (HIGH[1], LOW[1])}  # first seeds
-SEEDS, SEED_STEP = 65536, 257  # of one acceptance; requests of equal seeds and lengths would guess right in step
+# Of one acceptance, which goes by seed + position: the other one's begin at 65536. Requests of equal seeds and lengths
+# would guess right in step.
+SEEDS, SEED_STEP = 65536 - 4096, 257
 FALLING = (1, 32, 128, 256)
 SPEEDS, OF_ROW = ("call", "answers", "engine"), ("case", "kind", "batch", "num_tokens")
 WAVES = 4  # requests of `arrivals` for each one that is answered at once
@@ -353,13 +356,24 @@ class Together:
             for name in alike:
                 self.add(name, kind, load, DEFAULT, runs[name], runs[PLAIN])
 
-    async def beside_cells(self, name: str, kind: str, load: Load, key: str) -> None:
-        """Adds a row without calls of plain decoding, unless it is there: the cell has some."""
-        cell = self.run.row(name, "cell", load.batch, load.num_tokens)
-        if cell is None or self.run.row(name, kind, load.batch, load.num_tokens) is not None:
+    async def fall(self, name: str, batch: int, num_tokens: int) -> None:
+        """Calls whose acceptance falls, one after another, and one of plain decoding."""
+        loads = {kind: Load(batch, num_tokens, seeds=seeds) for kind, seeds in FALLS.items()}
+        if all(self.run.row(name, kind, batch, num_tokens) for kind in loads):
             return
-        if (found := await self.call(key if key in self.clients else name, load, name)) is not None:
-            self.add(name, kind, load, key, found, cell["plain"])
+        found = [await self.call(name, load, name) for load in loads.values()]
+        if (plain := await self.call(PLAIN, Load(batch, num_tokens), name)) is not None:
+            for (kind, load), row in zip(loads.items(), found, strict=True):
+                assert row is not None, "there was time for a later call"
+                self.add(name, kind, load, DEFAULT, row, plain)
+
+    async def fixed(self, name: str, key: str, load: Load) -> None:
+        """Adds a row of fixed numbers, unless it is there: the cell has plain decoding's."""
+        cell = self.run.row(name, "cell", load.batch, load.num_tokens)
+        if cell is None or self.run.row(name, key, load.batch, load.num_tokens) is not None:
+            return
+        if (found := await self.call(key, load, name)) is not None:
+            self.add(name, key, load, key, found, cell["plain"])
 
     async def call(self, key: str, load: Load, name: str) -> Row | None:
         """Figures of one call, with the prompts of that case; None if there is no time."""
@@ -400,17 +414,15 @@ async def measure_defaults(together: Together) -> None:
     for turn in range(run.rounds):
         for cell in drawn(cases):
             await together.round("cell", Load(*cell), [name for name in cases if cell in cases[name].cells()], turn)
-    for name, case in cases.items():
-        if case.only:
-            continue
-        longest = max(case.lengths)
-        for index, batch in enumerate(case.turns):
-            await together.beside_cells(name, f"turn {index}", Load(batch, longest), DEFAULT)
+    whole = {name: case for name, case in cases.items() if not case.only}
+    for index, batch in enumerate(max((case.turns for case in whole.values()), default=())):
+        names = [name for name, case in whole.items() if case.turns]
+        await together.round(f"turn {index}", Load(batch, max(cases[names[0]].lengths)), names, 0)
+    for name, case in whole.items():
         for batch in case.falling:
-            for kind, seeds in FALLS.items():
-                await together.beside_cells(name, kind, Load(batch, longest, seeds=seeds), DEFAULT)
+            await together.fall(name, batch, max(case.lengths))
     for batch in sorted({batch for case in cases.values() for batch in case.batches[1::2]}):
-        names = [name for name, case in cases.items() if batch in case.batches[1::2] and not case.only]
+        names = [name for name, case in whole.items() if batch in case.batches[1::2]]
         for length in dict.fromkeys(min(cases[name].lengths) for name in names):
             await together.round("arrivals", Load(batch, length, WAVES), names, 0)
 
@@ -420,7 +432,7 @@ async def measure_fixed(together: Together, key: str) -> None:
     for index, (name, case) in enumerate(together.cases.items()):
         for batch in sorted({*FIXED_BATCHES} & {*case.batches} if key in case.fixed else ()):
             load = Load(batch, max(case.lengths), seeds=((HIGH, LOW)[index][1],))
-            await together.beside_cells(name, key, load, key)
+            await together.fixed(name, key, load)
 
 
 def is_whole(name: str, case: Case, run: Run) -> bool:

@@ -14,14 +14,18 @@ import pytest
 from drafters import Window, joined, rows_of, trained
 from never_slower import (
     AGAIN,
+    BATCHES,
+    CONTEXT_LENGTH,
     DEFAULT,
     FALLS,
     FIXED,
     FIXED_BATCHES,
     HIGH,
+    LENGTHS,
     LOW,
     PLAIN,
     SPEEDS,
+    WAVES,
     Case,
     Load,
     Progress,
@@ -123,7 +127,7 @@ def test_other_prompts_have_plain_decoding_of_their_own() -> None:
 
 def test_a_report_is_gone_on_with_where_it_was_cut_off() -> None:
     """The last round was cut off after five calls: it begins anew, and nothing before it is measured again."""
-    cases = {"a": Case({}, RANDOM, **FEW, turns=(8, 1))}
+    cases = {"a": Case({}, RANDOM, **FEW, turns=(8, 1), falling=(8,))}
     engines = Played(cases, played({"rows": []}, limit_s=2 * 4 * 2 + 5))
     asyncio.run(measure_defaults(engines))
     assert [engines.run.rounds_of("a", "cell", *cell) for cell in drawn(cases)] == [3, 3, 2, 2]
@@ -131,7 +135,9 @@ def test_a_report_is_gone_on_with_where_it_was_cut_off() -> None:
     again = Played(cases, dataclasses.replace(engines.run, ends_at=1e9))
     asyncio.run(measure_defaults(again))
     assert [call[1:3] for call in again.calls[:4]] == [cell for cell in drawn(cases)[2:] for _ in range(2)]
-    assert [call[:3] for call in again.calls[4:6]] == [("a", 8, 256), ("a", 1, 256)], "turns have the cell's plain ones"
+    assert [call[:2] for call in again.calls[4:8]] == [("a", 8), (PLAIN, 8), ("a", 1), (PLAIN, 1)], "turns"
+    falls = [("a", FALLS["high"]), ("a", FALLS["low"]), ("a", FALLS["mixed"]), (PLAIN, (0,))]
+    assert [(call[0], call[3]) for call in again.calls[8:12]] == falls
     assert is_whole("a", cases["a"], again.run)
 
 
@@ -143,13 +149,19 @@ def test_fixed_numbers_have_the_acceptance_of_every_case_by_seeds() -> None:
     engines.calls.clear()
     for key in FIXED:
         asyncio.run(measure_fixed(engines, key))
-    assert engines.calls[:2] == [("a", 1, 256, (HIGH[1],)), ("b", 1, 256, (LOW[1],))]
+    assert engines.calls[:2] == [("fixed 2", 1, 256, (seed,)) for _, seed in (HIGH, LOW)]
     assert is_whole("b", cases["b"], engines.run)
 
 
 def test_requests_of_both_acceptances_come_by_turns() -> None:
     seeds = Load(2, 256, waves=2, seeds=FALLS["mixed"]).all_seeds()
     assert [seed >= LOW[1] for seed in seeds] == [False, True, False, True] and len({*seeds}) == 4
+
+
+def test_no_request_gets_another_acceptance_as_its_answer_grows() -> None:
+    """It goes by seed + position. Of 256 requests the last two had the low one, and ended long after the others."""
+    seeds = Load(max(BATCHES), max(LENGTHS), waves=WAVES).all_seeds()
+    assert max(seeds) + CONTEXT_LENGTH <= LOW[1] and len({*seeds}) == len(seeds)
 
 
 def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured() -> None:
