@@ -1,12 +1,12 @@
 """What a draft learns while it serves, when traffic moves to another kind of text: records in JSON.
 
-    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts beside hits        (four minutes for a seed)
-    python benchmarks/adapt_draft.py --output FILE.json --seeds 3 --parts head trained       (eight minutes)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 0 1 2 --parts beside hits    (four minutes for a seed)
+    python benchmarks/adapt_draft.py --output FILE.json --seeds 0 1 2 --parts head trained   (eight minutes)
     python benchmarks/adapt_draft.py --output FILE.json --seconds 60 --train 60s             (200 s)
 
-Servers get the same chats and then the same requests for records, as many at a time: one without the flag, and after
-it one with the flag, in turns with pauses; and one with a head that `train-draft` has trained on such requests alone,
-beginning with the one that is served. So there are three accept lengths, with the flag of the records that come last:
+Servers get the same chats and then the same requests for records, as many at a time, in equal turns: one without the
+flag, and after it one with the flag, with pauses; and one with a head that `train-draft` has trained on such requests
+alone, beginning with the one that is served. So there are three accept lengths, with the flag of the last records:
 
     gained = (with the flag - without) / (with the trained head - without)
 
@@ -15,7 +15,8 @@ same prompts again begin in the cache with what the older head has left of them.
 them are computed anew, and once more they are hits, of the head that serves.
 
 FILE is written after each part, and a part that is there is not run again; each names its commit. The trained head is
-trained again if its folder beside FILE is gone. What follows `--` goes to every server.
+trained again if its folder beside FILE is gone. What follows `--` goes to every server. `--join` puts files together
+that several processes have written, each on its own GPU; of a part that is run anew, the file that has it stands first.
 """
 
 import argparse
@@ -105,7 +106,8 @@ class Traffic:
     """So many requests at a time, in a fixed order; half of them greedy."""
 
     def __init__(self, service: Service, seed: int, at_once: int) -> None:
-        self._url, self._seed, self._at_once = service.url, seed, at_once
+        self._url, self._seed = service.url, seed
+        self._clients = [httpx.Client(timeout=120) for _ in range(at_once)]  # none is made in a turn's time
         lines = gzip.decompress(CHATS.read_bytes()).splitlines()[: 1000 * (seed + 1)]
         self._chats = [json.loads(line)["messages"] for line in lines[1000 * seed :]]
         self._tokens: dict[bool, list[tuple[float, int]]] = {False: [], True: []}  # of records or not: seconds, tokens
@@ -116,7 +118,7 @@ class Traffic:
         numbers, until, windows = self._numbers[records], time.monotonic() + seconds, list[dict[str, Any]]()
         got: list[int] = []
         threads = [
-            threading.Thread(target=self._send, args=(numbers, until, records, got)) for _ in range(self._at_once)
+            threading.Thread(target=self._send, args=(client, numbers, until, records, got)) for client in self._clients
         ]
         before, begun = self.metrics(), time.monotonic()
         first = begun
@@ -140,13 +142,12 @@ class Traffic:
     def metrics(self) -> dict[str, float]:
         return metrics(self._url)
 
-    def _send(self, numbers: "count[int]", until: float, records: bool, got: list[int]) -> None:
-        with httpx.Client(timeout=120) as client:
-            while time.monotonic() < until:
-                number = next(numbers)
-                record = [{"role": "user", "content": record_request(number, self._seed)}]
-                messages = record if records else self._chats[number % len(self._chats)]
-                got.append(completion(client, self._url, messages, number, 0.0 if number % 2 else 0.7))
+    def _send(self, client: httpx.Client, numbers: "count[int]", until: float, records: bool, got: list[int]) -> None:
+        while time.monotonic() < until:
+            number = next(numbers)
+            record = [{"role": "user", "content": record_request(number, self._seed)}]
+            messages = record if records else self._chats[number % len(self._chats)]
+            got.append(completion(client, self._url, messages, number, 0.0 if number % 2 else 0.7))
 
 
 def completion(client: httpx.Client, url: str, messages: list[Any], seed: int, temperature: float) -> int:
@@ -208,10 +209,9 @@ def beside(seed: int, given: argparse.Namespace) -> dict[str, Any]:
         traffic = {name: Traffic(stack.enter_context(each), seed, given.at_once) for name, each in services.items()}
         turns, found = max(round(given.seconds / given.turn), 1), dict[str, Any]()
         for name, each in traffic.items():
-            chats = each.run(given.chats, False)
-            windows = [] if name == "learns" else each.run(turns * given.rest, True)
-            for _ in range(turns if name == "learns" else 0):
-                time.sleep(given.rest)
+            chats, windows = each.run(given.chats, False), list[dict[str, Any]]()
+            for _ in range(turns if name == "learns" else -(-turns // 3)):
+                time.sleep(given.rest if name == "learns" else 0.0)
                 windows += each.run(given.turn, True)
             found[name] = told(services[name], each, chats, windows)
         return found
@@ -222,7 +222,7 @@ def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         service = stack.enter_context(started(stack, "alone", given, head))
         traffic = Traffic(service, seed, given.at_once)
-        chats, records = traffic.run(given.chats, False), traffic.run(max(given.rest, 10.0), True)
+        chats, records = traffic.run(given.chats, False), traffic.run(given.turn, True)
         return told(service, traffic, chats, records)
 
 
@@ -281,7 +281,7 @@ def told(
         "learning": round(mean(records, "learning"), 4),
         "audited_tokens": audit["tokens"],
         "faults": audit["faults"],
-        "windows": records,
+        "windows": [{"accept_length": each["accept_length"]} for each in records[:-1]] + records[-1:],
     }
 
 
@@ -329,12 +329,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", required=True, metavar="FILE.json")
     parser.add_argument("--parts", nargs="+", default=["head", "trained", "beside", "hits"], help="which are run")
     parser.add_argument("--join", nargs="+", default=[], metavar="FILE.json", help="put their parts into --output")
-    parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag")
+    parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag; a third without it")
     parser.add_argument("--chats", type=float, default=4, help="seconds of chats before")
     parser.add_argument("--turn", type=float, default=15, help="seconds of a turn of them")
-    parser.add_argument("--rest", type=float, default=5, help="seconds between turns; without the flag, of one")
+    parser.add_argument("--rest", type=float, default=5, help="seconds between turns with the flag")
     parser.add_argument("--train", default="60s", help="time of train-draft")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of requests, each run for itself")
     parser.add_argument("--hit-prompts", type=int, default=192)
     parser.add_argument("--at-once", type=int, default=8, help="requests")
     parser.add_argument("--audit-rate", type=float, default=0.05)
@@ -349,7 +349,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
     for report in reports:
         for name, part in report["parts"].items():
             parts.setdefault(name, {"commit": report["run"]["commit"]} | part)
-    return {**reports[-1], "summary": summaries(parts), "parts": parts}
+    return {**reports[0], "summary": summaries(parts), "parts": parts}
 
 
 def summaries(parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -366,7 +366,7 @@ def main() -> None:
     parts, device = report["parts"], "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
     head, run = path.with_suffix(".head"), describe_run(device, 1)
     work: dict[str, Callable[[], dict[str, Any]]] = {}
-    for seed in range(given.seeds):
+    for seed in given.seeds:
         work[f"trained/{seed}"] = partial(alone, str(head), seed, given)
         work[f"beside/{seed}"] = partial(beside, seed, given)
     work["hits"] = lambda: hits(str(newest_head(path)), given)

@@ -263,7 +263,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = False
     adapt_share: Annotated[
-        float, Meta(gt=0, le=0.5, description="share of the device's time that learning may take beside requests")
+        float, Meta(gt=0, le=0.5, description="share of the time that all of learning may take beside requests")
     ] = 0.05
     adapt_save: Annotated[
         Text | None,

@@ -11,6 +11,7 @@ that are not finite become 0 on the device. On CUDA steps and judgements are gra
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from overlap_spec.config import SpecSettings
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.features.adapt_draft import Watch
 from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
@@ -240,6 +242,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self.watch = Watch(time.thread_time)  # of what the thread takes from others
 
     def save(self, learner: Learner) -> None:
         """Begin to write what serves now. One that is still being written is not waited for: this one is left out."""
@@ -260,6 +263,10 @@ class Saver:
             self._thread.join()
 
     def _write(self, learner: Learner) -> None:
+        with self.watch:
+            self._write_whole(learner)
+
+    def _write_whole(self, learner: Learner) -> None:
         try:
             try:
                 tensors = {name: tensor.cpu().clone() for name, tensor in learner.live.tensors().items()}

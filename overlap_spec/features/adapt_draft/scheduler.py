@@ -5,12 +5,16 @@
     every JUDGED_EVERY steps   the copy against the draft on those held out: TakeOver if it is TAKES_OVER times as good
     WATCHED verify steps later accept length of requests against that before: GoBack if it fell
 
-**Time.** While no request runs or waits, learning is free: one step after another, as the worker answers. Beside
-requests it is paid for: each step of theirs adds its share of the seconds that it took, and learning goes on while
-there is something left. No clock is asked: seconds are those that results report.
+**Time.** Each step of requests adds its share of the seconds that it took. All that learning costs is taken from that:
+the device's seconds of orders and of kept states, and the host's, here and in the worker, as far as the device had
+nothing to do meanwhile: else no step has waited for them. Beside requests an order is given while something is left,
+and requests are followed until too much is owed, so that the share holds on any host. While no request runs or waits
+an order costs nothing, unless one comes: so it begins only once no step has come for so long that its seconds are the
+share of that.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -27,6 +31,7 @@ from overlap_spec.features.adapt_draft import (
     StartAgain,
     TakeOver,
     Train,
+    Watch,
     Worked,
 )
 from overlap_spec.messages import AdaptFigures, Extension, Stats, StepResult, find
@@ -45,6 +50,9 @@ TAKES_OVER = 1.02  # times the draft's accept length
 WATCHED = 1024  # verify steps after which a head that has taken over is looked at
 FELL = 0.95  # of the accept length before: so far it does not fall by chance
 MOST_SAVED_S = 1.0  # so that a long time without samples is not followed by a long time of learning
+OWED_ORDERS = 2  # seconds of so many orders may be owed before no request is followed
+FADES = 0.95  # of the longest order's seconds, with each order
+OF_WINDOWS, OF_PROMPTS = 1, 12  # launches that keep states in a step (`ring.py`)
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +68,16 @@ def attach(parts: Parts) -> SchedulerHook | None:
 
 def before_loop(tokens: Sequence[int], start: int) -> int:
     """How many tokens come before the answer, which begins at `start`, repeats itself."""
+    grams = list(zip(*(tokens[start + ahead :] for ahead in range(GRAM)), strict=False))
+    left = Counter(grams)
+    if max(left.values(), default=0) <= MOST_SEEN:  # of most answers
+        return len(tokens)
     seen: Counter[tuple[int, ...]] = Counter()
-    for begin in range(start, len(tokens) - GRAM + 1):
-        gram = tuple(tokens[begin : begin + GRAM])
+    for begin, gram in enumerate(grams, start):
         if seen[gram] == MOST_SEEN:
             return begin
         seen[gram] += 1
-    return len(tokens)
+    raise AssertionError("one of them has come so often")
 
 
 class Segments:
@@ -102,6 +113,11 @@ class Segments:
         """The newest samples. None of them becomes one again that was not one of them."""
         count = min(len(self.passes) // HELD_OUT, MOST_HELD)
         return tuple(self.passes)[len(self.passes) - count :]
+
+    def wants_more(self, size: int) -> bool:
+        """Whether two batches have not been seen yet, of those held out or of requests that run are left out."""
+        unseen = sum(not passes for passes in self.passes.values())
+        return self.num_open + unseen < MOST_HELD + 2 * size
 
     def batch(self, size: int) -> tuple[int, ...]:
         """Those that the fewest steps have seen, without those held out; () if all were seen often enough."""
@@ -184,17 +200,21 @@ class Learning(Updates):
         send: Callable[[Extension], None],
         idle: Callable[[], bool],
         last: Callable[[], Stats],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`idle`: whether no request runs or waits. `last`: the newest report, as there are none while that is so."""
         super().__init__(send)
+        self._watch = Watch(clock)
         self.room, self.segments, self.figures = room, Segments(room.num_segments), AdaptFigures()
         self._rate, self._idle, self._last = share / (1 - share), idle, last
         self._has_news = False  # that the next report is not waited for
         self._followed: dict[int, _Followed] = {}  # by uid
         self._asked: Train | Judge | None = None  # and not answered
         self._is_paid = False  # for what was asked
+        self._order_s = 0.0  # which an order may take
+        self._waited_s = 0.0  # that the device had nothing of requests to do since the last order
         self._is_stale = False  # what was asked was of a head that serves no more
-        self.saved_s = 0.0
+        self.saved_s = self.spent_s = 0.0
         self._unjudged = 0  # steps of training
         self._live, self._before = LiveLength(), LiveLength()
         self._watches = False
@@ -203,11 +223,17 @@ class Learning(Updates):
 
     def started(self, request: Request) -> None:
         """Follow a request that may be learnt from. One that begins again is not whole: its rows are older ones."""
+        with self._watch:
+            self._follow(request)
+
+    def _follow(self, request: Request) -> None:
         if (known := self._followed.get(request.uid)) is not None:
             known.is_whole = False
             return
         is_own = request.uid < 0  # of a feature that runs a finished request again
         if is_own or not request.admit.is_learnt or request.admit.resumed is not None:
+            return
+        if self.saved_s < -OWED_ORDERS * self._order_s or not self.segments.wants_more(self.room.batch):
             return
         segment = self.segments.take()
         if segment is None:
@@ -218,9 +244,12 @@ class Learning(Updates):
 
     def closed(self, request: Request) -> None:
         """What has come of a request is a sample, if it is long enough."""
-        followed = self._followed.pop(request.uid, None)
-        if followed is None:
-            return
+        with self._watch:
+            if (followed := self._followed.pop(request.uid, None)) is not None:
+                self._end(followed, request)
+            self._turn()
+
+    def _end(self, followed: _Followed, request: Request) -> None:
         first, start = followed.first, request.prompt_len - followed.first
         tokens = request.tokens[first : first + self.room.segment_rows]
         tokens = tokens[: before_loop(tokens, start)]
@@ -228,23 +257,31 @@ class Learning(Updates):
         self.segments.end(followed.segment, is_sample)
         if is_sample:
             self._send(Finished(followed.segment, tokens.tobytes(), start))
-        self._turn()
 
     # --- turns ----------------------------------------------------------------------------------------------
 
     def settled(self, step: Step, result: StepResult) -> None:
-        """Each step adds its share."""
-        self.saved_s = min(self.saved_s + self._rate * result.gpu_time, MOST_SAVED_S)
-        self._turn()
+        """Each step adds its share, and pays for what was kept in it and for the host's work that it has waited for."""
+        launches = OF_WINDOWS * bool(step.windows) + OF_PROMPTS * bool(step.chunks)
+        self._waited_s += result.gpu_gap
+        self._spend(min(self._watch.taken(), result.gpu_gap) + self.room.keep_s * launches)
+        with self._watch:
+            self.saved_s = min(self.saved_s + self._rate * result.gpu_time, MOST_SAVED_S)
+            self._turn()
+
+    def _spend(self, seconds: float, is_paid: bool = True) -> None:
+        self.spent_s += seconds
+        if is_paid:
+            self.saved_s -= seconds
 
     def _turn(self) -> None:
-        """Ask for the next thing, if nothing is asked for and it is free or paid for."""
+        """Ask for the next thing, if nothing is asked for and it is paid for or free."""
         if self._asked is not None:
             return
-        is_free = self._idle()
-        if (is_free or self.saved_s > 0) and (order := self._next()) is not None:
-            self._asked, self._is_paid = order, not is_free
-            self._send(order)
+        is_paid = self.saved_s > 0
+        if (is_paid or self._idle()) and (order := self._next()) is not None:
+            self._asked, self._is_paid = order, is_paid
+            self._send(order if is_paid else replace(order, still_s=self._order_s / self._rate))
 
     def _next(self) -> Train | Judge | None:
         segments = self.segments
@@ -267,19 +304,32 @@ class Learning(Updates):
                 self._live, self._watches, self._unjudged = LiveLength(), False, 0
                 self._is_stale = self._asked is not None
             return super().message(message)
-        asked, self._asked = self._asked, None
-        self.figures = replace(self.figures, seconds=self.figures.seconds + message.seconds)
-        if self._is_paid:
-            self.saved_s -= message.seconds
-        is_stale, self._is_stale = self._is_stale, False
-        if isinstance(asked, Judge):
-            if not is_stale:
-                self._decide(message)
-        else:
-            self._unjudged += 1
-            self.figures = replace(self.figures, steps=self.figures.steps + 1)
-        self._turn()
+        with self._watch:
+            # Steps wait for orders too: once for each.
+            self._spend(min(message.upkeep_s, max(self._waited_s - message.seconds, 0.0)))
+            self._spend(message.seconds, self._is_paid)
+            self._waited_s = 0.0
+            asked, self._asked = self._asked, None
+            is_stale, self._is_stale = self._is_stale, False
+            if not message.is_done:
+                self._undo(asked)
+                return True  # the step that has come turns to the next thing
+            self._order_s = max(message.seconds, FADES * self._order_s)
+            if isinstance(asked, Judge):
+                if not is_stale:
+                    self._decide(message)
+            else:
+                self._unjudged += 1
+                self.figures = replace(self.figures, steps=self.figures.steps + 1)
+            self._turn()
         return True
+
+    def _undo(self, asked: Train | Judge | None) -> None:
+        """No sample has been seen."""
+        passes = self.segments.passes
+        for segment in asked.segments if isinstance(asked, Train) else ():
+            if passes.get(segment):  # it may be another sample's by now
+                passes[segment] -= 1
 
     # --- which head serves ----------------------------------------------------------------------------------
 
@@ -318,4 +368,5 @@ class Learning(Updates):
         return (*super().replies(), *((self.report(self._last()),) if has_news else ()))
 
     def report(self, stats: Stats) -> Stats:
-        return replace(super().report(stats), adapt=replace(self.figures, samples=len(self.segments.passes)))
+        figures = replace(self.figures, samples=len(self.segments.passes), seconds=self.spent_s)
+        return replace(super().report(stats), adapt=figures)

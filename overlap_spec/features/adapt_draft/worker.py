@@ -4,11 +4,12 @@
     orders   message() ── between steps ──> Learner ── the device is through ──> Worked
 
 An order is carried out when it comes, or, if a step is being launched, right after its launch. So the device does steps
-and orders in the order in which the scheduler sent them.
+and orders in the order in which the scheduler sent them. One that costs nothing waits until no step has come for long.
 """
 
 import logging
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from msgspec.structs import replace
+from overlap_spec_kernels import keep_states
 from torch import Tensor
 
 from overlap_spec.config import Settings
@@ -34,6 +37,7 @@ from overlap_spec.features.adapt_draft import (
     StartAgain,
     TakeOver,
     Train,
+    Watch,
     Worked,
 )
 from overlap_spec.features.adapt_draft.learner import (
@@ -55,6 +59,7 @@ from overlap_spec.speculative.drafts import ChainDraft, EngineShape
 from overlap_spec.speculative.interfaces import Proposer
 from overlap_spec.train_draft.eagle3 import check_learns
 from overlap_spec.train_draft.head import Tensors, accept_length
+from overlap_spec.train_draft.steps import Replays
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.devices import Device, DeviceEvent, Download
 from overlap_spec.worker.hooks import Needs, StepHook, Wait
@@ -68,6 +73,7 @@ FLAG = "adapt_draft"
 SHARES = 4  # numbers of places that a GPU tells apart, as shares of a batch's rows
 LEAST_ROWS = 16  # of a sample in a CPU's batch: more than a chain has steps
 CAPTURED = 3  # steps of a shape: operation by operation, captured, replayed
+KEPT = 64  # launches that keep states, timed together
 CPU_PARAMETERS = 2_000_000  # of a head that a CPU trains in tens of milliseconds a step
 
 T = TypeVar("T")
@@ -135,14 +141,14 @@ class _Done:
     samples: Sequence[Sample]  # none of a step of training
     length: int
 
-    def worked(self) -> Worked:
+    def worked(self, upkeep_s: float) -> Worked:
         """Read the counts that have been copied to the host; the copy has ended."""
         ((finite, *counts),) = self.download.rows()
         seconds, found = self.download.done.since(self.begin), array("q", counts)
         lengths, begins = [len(each.tokens) for each in self.samples], [each.begin for each in self.samples]
         rows = [found[first : first + self.length] for first in range(0, len(found), self.length or 1)]
         live, of_copy = (accept_length(rows[first::2], begins, lengths) for first in (0, 1))
-        return Worked(seconds, live, of_copy, bool(finite))
+        return Worked(seconds, live, of_copy, bool(finite), upkeep_s)
 
 
 def reader_of(models: LoadedModels) -> HeadReader:
@@ -233,6 +239,8 @@ def in_thread(work: Callable[[], T]) -> "Future[T]":
 class LearningHook(UpdateHook):
     """Owner of the ring's samples, and of the learner."""
 
+    timed = True  # orders wait until no step has come for some time
+
     def __init__(
         self, learner: Learner, ring: StateRing, room: LearningRoom, device: Device, saver: Saver | None
     ) -> None:
@@ -242,7 +250,12 @@ class LearningHook(UpdateHook):
         self._following: dict[int, Follow] = {}  # by uid, of requests whose first step is still to come
         self._missing: dict[int, int] = {}  # by segment, its rows whose states were cached and not computed
         self.samples: dict[int, Sample] = {}
+        self._followed = set[int]()  # slots that write to a segment
         self._orders: deque[Order] = deque()
+        self._patient: Train | Judge | None = None  # it waits until no step has come for long
+        self._still_since = 0.0  # time.monotonic()
+        self._has_stepped = True  # since then
+        self._watch = Watch()
         self._has_worked = False
         self._done: _Done | None = None
         self._inputs: dict[tuple[int, ...], Tensor] = {}  # of each shape of batches, on the device
@@ -271,26 +284,53 @@ class LearningHook(UpdateHook):
             raise ConfigError("mem_fraction_static", text) from None
         self.learner.start_again()
         self.samples, self._done = {}, None
+        self._room = replace(self._room, keep_s=self._seconds_of_keeping())
+
+    def _seconds_of_keeping(self) -> float:
+        """Of the device, for a launch that keeps a row of each slot."""
+        ring, replays = self.ring, Replays(self._device.torch_device)
+        slots = torch.arange(len(ring.places), device=ring.places.device)
+        positions, aux, hidden = torch.zeros_like(slots)[:, None], ring.aux[slots], ring.hidden[slots]
+
+        def work() -> None:
+            for _ in range(KEPT):
+                keep_states((ring.aux, ring.hidden), ring.places, slots, positions, aux, hidden)
+
+        for _ in range(CAPTURED):
+            begin = self._device.now()
+            replays.run("keep", work)
+            end = self._device.now()
+            self._device.finish()
+        return end.since(begin) / KEPT
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def changed(self, plan: StepPlan) -> None:
         """Requests take slots, and each is followed once: one that begins again has lost its segment."""
+        with self._watch:
+            self._change(plan)
+
+    def _change(self, plan: StepPlan) -> None:
         starts = {chunk.slot: chunk.start for chunk in plan.chunks}
         found: dict[int, tuple[int, int] | None] = {}
         for slot, reset in plan.resets.items():
             if slot >= len(self.ring.places):
                 continue  # of a feature's own steps, in which no draft takes part
             follow = self._following.pop(reset.uid, None)
-            found[slot] = None if follow is None else (follow.segment, follow.first)
             if follow is not None:
+                found[slot] = follow.segment, follow.first
+                self._followed.add(slot)
                 self._missing[follow.segment] = max(starts.get(slot, 0) - follow.first, 0)
+            elif slot in self._followed:
+                found[slot] = None
+                self._followed.remove(slot)
         if found:
             self.ring.follow(found, self._device)
 
     def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
         """A step that comes after an order begins behind it: its time is none of the step's."""
         super().before_layers(handle)
+        self._has_stepped = True
         if not self._has_worked:
             return ()
         self._has_worked = False
@@ -307,7 +347,12 @@ class LearningHook(UpdateHook):
             case Follow():
                 self._following[message.uid] = message
             case Finished():
-                self._keep(message)
+                with self._watch:
+                    self._keep(message)
+            case Train(still_s=still_s) | Judge(still_s=still_s) if still_s:
+                self._patient = message
+                if self._has_stepped:
+                    self._still_since, self._has_stepped = time.monotonic(), False
             case Train() | Judge() | TakeOver() | GoBack() | StartAgain():
                 self._orders.append(message)
                 if not self._launching:
@@ -317,14 +362,31 @@ class LearningHook(UpdateHook):
         return True
 
     def is_busy(self) -> bool:
-        return self._done is not None or super().is_busy()
+        return self._done is not None or self._patient is not None or super().is_busy()
 
     def replies(self) -> Sequence[Extension]:
         of_updates, done = super().replies(), self._done
+        if self._patient is not None:
+            return (*of_updates, *self._waited(self._patient))
         if done is None or not done.download.ready():
             return of_updates
         self._done = None
-        return (*of_updates, done.worked())
+        return (*of_updates, done.worked(self._upkeep()))
+
+    def _waited(self, order: Train | Judge) -> Sequence[Worked]:
+        """Begin with it, if no step has come for so long. If one has come, tell that it is not done."""
+        if self._has_stepped:
+            self._patient = None
+            return (Worked(0.0, upkeep_s=self._upkeep(), is_done=False),)
+        if time.monotonic() - self._still_since >= order.still_s:
+            self._patient = None
+            self._orders.append(order)
+            self._carry_out()
+        return ()
+
+    def _upkeep(self) -> float:
+        """Seconds of the host since it was last asked for."""
+        return self._watch.taken() + (0.0 if self._saver is None else self._saver.watch.taken())
 
     def replaced(self) -> None:
         """The copy begins again with the head that has been written, and nothing leads back behind it."""
@@ -349,16 +411,22 @@ class LearningHook(UpdateHook):
                     self._train(order.segments)
                 case Judge():
                     self._judge(order.segments)
-                case TakeOver():
-                    if self._saver is not None:
-                        self._saver.wait_copied()
-                    self.learner.take_over()
-                    if self._saver is not None:
-                        self._saver.save(self.learner)
-                case GoBack():
-                    self.learner.go_back()
-                case StartAgain():
-                    self.learner.start_again()
+                case _:
+                    with self._watch:
+                        self._swap(order)
+
+    def _swap(self, order: TakeOver | GoBack | StartAgain) -> None:
+        match order:
+            case TakeOver():
+                if self._saver is not None:
+                    self._saver.wait_copied()
+                self.learner.take_over()
+                if self._saver is not None:
+                    self._saver.save(self.learner)
+            case GoBack():
+                self.learner.go_back()
+            case StartAgain():
+                self.learner.start_again()
 
     def _train(self, segments: Sequence[int]) -> None:
         begin, packed = self._device.now(), self._packed(segments, self._length_of(segments))

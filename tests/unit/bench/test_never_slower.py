@@ -275,4 +275,4 @@ def test_seeds_of_a_draft_that_learns_are_joined_and_keep_their_commits() -> Non
         "trained/0": "a", "beside/0": "a", "beside/2": "b"
     }  # fmt: skip
     told = [(row["seed"], row["gained"], row["trained_on"], row["throughput"]) for row in found["summary"]]
-    assert told == [(0, 0.4, 0, 0.98), (2, 0.5, 0, 0.98)] and found["run"]["commit"] == "b"
+    assert told == [(0, 0.4, 0, 0.98), (2, 0.5, 0, 0.98)] and found["run"]["commit"] == "a"

@@ -1,6 +1,7 @@
 """A draft that learns: from whose texts, and what the scheduler asks for and when."""
 
 import random
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,7 @@ from overlap_spec.features.adapt_draft.frontend import ConsentHook
 from overlap_spec.features.adapt_draft.scheduler import (
     JUDGED_EVERY,
     LEAST_SAMPLES,
+    MOST_HELD,
     MOST_SAVED_S,
     PASSES,
     WATCHED,
@@ -168,8 +170,14 @@ class Played:
 
     def __init__(self, share: float = 0.2) -> None:
         self.is_idle, self.sent = True, list[Any]()
-        self.learning = Learning(ROOM, share, self.sent.append, lambda: self.is_idle, Stats)
+        self.now = 0.0  # of the host
+        self.learning = Learning(ROOM, share, self._sent, lambda: self.is_idle, Stats, lambda: self.now)
+        self.host_s = 0.0  # that each message takes
         self.numbers = random.Random(1)
+
+    def _sent(self, message: Any) -> None:
+        self.now += self.host_s
+        self.sent.append(message)
 
     def taken(self) -> list[Any]:
         sent = self.sent[:]
@@ -192,8 +200,9 @@ class Played:
         for uid in range(first, first + count):
             self.end(self.begin(uid))
 
-    def step(self, gpu_time: float) -> None:
-        self.learning.settled(cast(Any, None), StepResult(1, [], [], gpu_time))
+    def step(self, gpu_time: float, chunks: int = 0, gpu_gap: float = 0.0) -> None:
+        step = SimpleNamespace(windows=[None], chunks=[None] * chunks)
+        self.learning.settled(cast(Any, step), StepResult(1, [], [], gpu_time, gpu_gap))
 
     def answer(self, **worked: Any) -> None:
         self.learning.message(Worked(**({"seconds": 0.01} | worked)))
@@ -290,7 +299,7 @@ def test_idle_time_is_used_until_all_was_seen() -> None:
     )
     assert judged == 1, "at the end: these are fewer steps than a judgement takes"
     figures = played.learning.figures
-    assert figures.steps == steps and figures.seconds == pytest.approx(0.01 * (steps + 1))
+    assert figures.steps == steps and played.learning.spent_s == pytest.approx(0.01 * (steps + 1))
     assert figures.versions == 0, "nothing was measured"
 
 
@@ -311,6 +320,89 @@ def test_beside_requests_learning_is_paid_for() -> None:
     assert 0 < share <= 0.2 + 0.06 / (spent + worked), share
     played.step(1e6)
     assert played.learning.saved_s <= MOST_SAVED_S
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize(("host_s", "keep_s"), [(0.0, 0.0), (0.0001, 3e-6), (0.002, 3e-6), (0.02, 3e-6)])
+def test_the_share_holds_on_any_host(share: float, host_s: float, keep_s: float) -> None:
+    """Steps wait for the host: messages and the worker's part count, beside orders and states that are kept."""
+    played = Played(share)
+    learning, costs, before = played.learning, 0.0, 0.0
+    learning.room = replace(ROOM, keep_s=keep_s)
+    played.is_idle, played.host_s = False, host_s
+    open_requests = deque(played.begin(uid) for uid in range(8))
+    for number in range(8, 4000):
+        gap, before = costs - before, costs
+        played.step(0.01, chunks=1, gpu_gap=gap)
+        played.end(open_requests.popleft())
+        open_requests.append(played.begin(number))
+        for message in played.taken():
+            costs += host_s
+            if isinstance(message, Train | Judge):
+                played.answer(seconds=0.03, upkeep_s=2 * host_s)
+                costs += 0.03 + 2 * host_s
+    worked, kept = 0.01 * 3992, keep_s * 13 * 3992
+    costs += kept
+    assert learning.spent_s >= 0.95 * costs - 0.1 - 10 * host_s, (learning.spent_s, costs)
+    assert costs <= share * (worked + costs) + 0.1 + 20 * host_s, (costs, worked)
+    assert learning.figures.steps > 5 or host_s > 0.001
+
+
+def test_what_no_step_has_waited_for_costs_nothing() -> None:
+    """The host has worked while the device did; an order's own seconds are no host's."""
+    played = Played(share=0.2)
+    played.is_idle, played.host_s = False, 0.001
+    played.samples(12)
+    played.step(0.01, gpu_gap=0.0)
+    assert played.learning.spent_s == 0.0
+    played.samples(1, first=90)
+    played.step(0.01, gpu_gap=0.0005)
+    assert played.learning.spent_s == pytest.approx(0.0005)
+    assert any(isinstance(each, Train) for each in played.taken())
+    played.answer(seconds=0.03, upkeep_s=0.004)
+    assert played.learning.spent_s == pytest.approx(0.0305), "no step has waited so long for the worker"
+    played.step(0.01, gpu_gap=0.03 + 0.002)  # which came behind the order
+    played.learning._asked = Train(())
+    played.answer(seconds=0.03, upkeep_s=0.004)
+    assert played.learning.spent_s == pytest.approx(0.0305 + 0.001 + 0.03 + 0.002, abs=2e-3)
+
+
+def test_what_is_free_waits_until_it_is_still_and_is_undone_if_a_step_comes() -> None:
+    """No more than the share of the time that was still can be waited for."""
+    played = Played(share=0.2)
+    played.samples(12)
+    orders = [each for each in played.taken() if isinstance(each, Train)]
+    assert [each.still_s for each in orders] == [0.0], "no order's seconds are known"
+    played.answer(seconds=0.03)
+    (order,) = played.taken()
+    assert order.still_s == pytest.approx(0.03 * 0.8 / 0.2)
+    passes = played.learning.segments.passes
+    seen, before = [passes[each] for each in order.segments], played.learning.figures.steps
+    played.answer(seconds=0.0, is_done=False)
+    assert not played.taken() and [passes[each] + 1 for each in order.segments] == seen
+    assert played.learning.figures.steps == before
+    played.learning.saved_s = 0.1
+    played.step(0.01)
+    (order,) = played.taken()
+    assert order.still_s == 0.0, "it is paid for"
+    played.answer(seconds=0.03)
+    assert played.learning.saved_s == pytest.approx(0.1 + 0.01 * 0.25 - 0.03)
+
+
+def test_requests_are_followed_as_far_as_they_are_learnt_from_and_paid_for() -> None:
+    played = Played(share=0.2)
+    played.is_idle = False
+    played.samples(40)
+    followed = [each for each in played.taken() if isinstance(each, Follow)]
+    assert len(followed) == MOST_HELD + 2 * ROOM.batch
+    learning = played.learning
+    learning.segments.passes = dict.fromkeys(learning.segments.passes, 1)
+    learning._order_s, learning.saved_s = 0.03, -0.059
+    played.begin(100)
+    assert len(played.taken()) == 1
+    learning.saved_s = -0.061
+    played.begin(101)
+    assert not played.taken(), "too much is owed"
 
 
 def after_training(played: Played) -> None:

@@ -14,7 +14,17 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 
 from overlap_spec.config import AdaptSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft import Finished, Follow, Judge, LearningRoom, TakeOver, Train, Worked, worker
+from overlap_spec.features.adapt_draft import (
+    Finished,
+    Follow,
+    Judge,
+    LearningRoom,
+    TakeOver,
+    Train,
+    Watch,
+    Worked,
+    worker,
+)
 from overlap_spec.features.adapt_draft.learner import Learner, Saver
 from overlap_spec.features.adapt_draft.ring import StateRing
 from overlap_spec.features.adapt_draft.worker import LearningHook, needs
@@ -108,6 +118,52 @@ def test_orders_are_carried_out_between_steps() -> None:
     hook.serves(None)
     hook.message(Train((0, 1)))
     assert hook.learner.num_steps == 2, "no step is being launched"
+
+
+def test_an_order_waits_until_no_step_has_come_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, handle, now = hook_of(), cast(Any, None), [50.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for segment in range(2):
+        hook.message(finished(segment))
+    order = Train((0, 1), still_s=0.5)
+    hook.message(order)
+    now[0] += 0.4
+    assert not hook.replies() and hook.is_busy() and not hook.learner.num_steps
+    now[0] += 0.2
+    assert not hook.replies() and hook.learner.num_steps == 1
+    (done,) = hook.replies()
+    assert isinstance(done, Worked) and done.is_done
+    hook.message(order)
+    assert not hook.replies() and hook.learner.num_steps == 2, "it has been still ever since"
+    hook.replies()
+    hook.message(order)
+    hook.before_layers(handle)
+    hook.launched(handle)
+    (undone,) = hook.replies()
+    assert isinstance(undone, Worked) and not undone.is_done and not hook.is_busy() and hook.learner.num_steps == 2
+    hook.message(order)
+    now[0] += 0.4
+    assert not hook.replies() and hook.learner.num_steps == 2, "a step has come since"
+
+
+def test_the_hosts_seconds_are_told() -> None:
+    """Of slots that are followed, samples that are kept, and heads that are swapped."""
+    hook, now = hook_of(), [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0  # each block takes as long
+        return now[0]
+
+    hook._watch = Watch(clock)
+    hook.message(Follow(uid=7, segment=2, first=10))
+    hook.changed(plan((1, 7, 0)))
+    hook.message(finished(2))
+    for order in (TakeOver(), Train((2,))):
+        hook.message(order)
+    (done,) = hook.replies()
+    assert isinstance(done, Worked) and done.upkeep_s == 3.0
+    hook.message(Train((2,)))
+    assert cast(Worked, hook.replies()[0]).upkeep_s == 0.0
 
 
 def test_a_judgement_has_the_accept_lengths_of_both() -> None:
