@@ -10,8 +10,8 @@ worker needs to know nothing of training. Rows go to the ring by the place of th
 
     row of a request's token i  ->  ring[base of its slot + i];  of a request without a base  ->  the last row
 
-The base of each slot is on the device, so that captured steps write too. A part of the ring is written again when the
-training step that reads it has been launched: both are in one stream.
+The base of each slot is on the device, so that captured steps write too. The ring is written again when the training
+step that reads it has been launched: both are in one stream.
 """
 
 import math
@@ -19,9 +19,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from msgspec.structs import replace as replaced
@@ -43,7 +44,6 @@ from overlap_spec.worker.step import StepHandle
 from overlap_spec.worker.worker_actor import worker_ready
 
 NOWHERE = -1
-PARTS = 2  # one is trained on while the other is written
 READ = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)  # a sample, for its hidden states
 
 
@@ -53,30 +53,23 @@ class FeatureRing(NoProposer):
     Shapes: rows [N + 1, (n + 1) * H], bases [S + 1] i64.
     """
 
-    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, part_rows: int) -> None:
-        """`part_rows`: of each part."""
+    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, num_rows: int) -> None:
         self.profile = DraftProfile(aux_layers=aux_layers)
-        self.part_rows = part_rows
+        self.num_rows = num_rows
         self._sizes = len(aux_layers) * hidden_size, hidden_size
-        self._next = 0
         self._known: dict[int, int] = {}  # what the device has, by slot
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "FeatureRing":
         """Take the ring's memory."""
-        count = PARTS * self.part_rows + 1
-        self.rows = torch.zeros(count, sum(self._sizes), dtype=shape.dtype, device=shape.device)
+        self.rows = torch.zeros(self.num_rows + 1, sum(self._sizes), dtype=shape.dtype, device=shape.device)
         self.bases = torch.full((shape.num_rows,), NOWHERE, device=shape.device)
         return self
 
-    def next_part(self, count: int, length: int) -> tuple[int, Tensor, Tensor]:
-        """The first row of the part that is free next, and where it has rows of requests, as many of each.
-
-        Shapes: -> aux [B, L, n * H], hidden [B, L, H], views.
-        """
-        assert count * length <= self.part_rows, "a batch fits a part of the ring"
-        begin, self._next = self._next * self.part_rows, (self._next + 1) % PARTS
-        aux, hidden = self.rows[begin : begin + count * length].view(count, length, -1).split(self._sizes, 2)
-        return begin, aux, hidden
+    def states(self, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """Where it has rows of requests, as many of each. Shapes: -> aux [B, L, n * H], hidden [B, L, H], views."""
+        assert count * length <= self.num_rows, "a batch fits the ring"
+        aux, hidden = self.rows[: count * length].view(count, length, -1).split(self._sizes, 2)
+        return aux, hidden
 
     def place(self, bases: Mapping[int, int]) -> None:
         """Requests take slots, and their rows go there from now on; `NOWHERE`: they are not kept. Sync: never."""
@@ -101,22 +94,6 @@ Asked = tuple[Tokens, SamplingParams]  # a prompt, and how it is answered
 Say = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class _Link:
-    """One of the scheduler's: what is sent is taken at once, and its loop, which would read one, does not run."""
-
-    send: Callable[[Any], None]
-
-    def drain(self) -> list[Any]:
-        return []
-
-    async def recv(self) -> Any:
-        raise AssertionError("this scheduler is handed its messages")
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 class LocalEngine:
     """Target, worker and scheduler. `target` is loaded; `max_len`: of a request, its answer included."""
 
@@ -134,7 +111,9 @@ class LocalEngine:
         prepare(settings, self._executor, geometry, say)
         self._captured = self._executor.runner
         ready = worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0))
-        links = Links(_Link(self._launch), _Link(self._launch), _Link(self._take))
+        # What is sent is taken at once. The scheduler's loop does not run: nothing else is asked of a link.
+        worker, frontend = (cast(Any, SimpleNamespace(send=take)) for take in (self._launch, self._take))
+        links = Links(worker, worker, frontend)
         cache = replaced(settings.cache, prefix_cache=False)
         self._scheduler = build_scheduler(ready, settings.scheduler, cache, links)
         self._flight: deque[StepHandle] = deque()
@@ -148,16 +127,15 @@ class LocalEngine:
         self._executor.close()
 
     def states(self, samples: Sequence[Tokens], length: int) -> tuple[Tensor, Tensor]:
-        """Hidden states of samples, `length` rows of each; the call after the next one writes there again.
+        """Hidden states of samples, `length` rows of each; the next call writes there again.
 
         Step by step: what is captured for windows of one leaves the proposer out.
         Shapes: -> aux [B, L, n * H], hidden [B, L, H].
         """
-        begin, aux, hidden = self.ring.next_part(len(samples), length)
-        self._bases = {self._num_asked + place: begin + place * length for place in range(len(samples))}
+        self._bases = {self._num_asked + place: place * length for place in range(len(samples))}
         for _ in self.answers(((tokens, READ) for tokens in samples), captured=False):
             pass
-        return aux, hidden
+        return self.ring.states(len(samples), length)
 
     def answers(
         self, asked: Iterable[Asked], stop_ids: tuple[int, ...] = (), until: float = math.inf, captured: bool = True

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import token_losses
 from torch import Tensor
 
-from overlap_spec.train_draft.head import Batch, Frozen, GuessLoss, Head, RotatedHeads, Tensors, Weights
+from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, guess_loss, rotated
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step
@@ -96,12 +96,7 @@ class DFlash(Head):
     def _error(self, weights: Weights, inputs: Tensor, batch: Batch, guessed: Tensor, shares: Tensor) -> Tensor:
         """Of guesses of tokens at places `guessed`, with their weights. Shapes: inputs [n, I], shares [n] -> []."""
         measure = partial(measure_tokens, _at(batch.tokens, guessed).flatten(), shares, None, 0.0)
-        loss: Tensor = GuessLoss.apply(inputs, self.head(weights), None, measure)[0]  # type: ignore[no-untyped-call]  # autograd's
-        return loss
-
-    def inputs(self, weights: Weights, batch: Batch, roots: Tensor, guessed: Tensor) -> Tensor:
-        """What the head reads for guesses of tokens at places `guessed`. Shapes: [B, N, K] -> [B * N * K, I]."""
-        return self._block_rows(weights, batch, roots).flatten(0, 2)
+        return guess_loss(inputs, self.head(weights), None, measure)[0]
 
     def head(self, weights: Weights) -> Tensor:
         """Shapes: -> [V, I]."""
@@ -121,8 +116,11 @@ class DFlash(Head):
             counts[:, roots[0]] = is_right.cumprod(2).sum(2)
         return counts
 
-    def _block_rows(self, weights: Weights, batch: Batch, roots: Tensor) -> Tensor:
-        """Each block's rows that guess, before the head. Shapes: roots [B, N] -> [B, N, K, H]."""
+    def inputs(self, weights: Weights, batch: Batch, roots: Tensor, guessed: Tensor) -> Tensor:
+        """What the head reads for guesses of tokens at places `guessed`, in blocks that begin at these roots.
+
+        Shapes: roots [B, N], guessed [B, N, K] -> [B * N * K, I].
+        """
         size, (count, blocks) = len(self._ahead), roots.shape
         places = (roots[..., None] + self._ahead).flatten(1)
         tokens = torch.full((count, blocks, size), self._mask, device=roots.device)
@@ -148,7 +146,8 @@ class DFlash(Head):
             found = _attended(q, k, v, hidden_from)
             hidden = hidden + weights.linear(f"{name}.self_attn.o_proj", found.flatten(2))
             hidden = hidden + weights.mlp(f"{name}.mlp", weights.norm(f"{name}.post_attention_layernorm", hidden))
-        return weights.norm("norm", hidden).view(count, blocks, size, -1)[:, :, self.first_guess :]
+        rows = weights.norm("norm", hidden).view(count, blocks, size, -1)
+        return rows[:, :, self.first_guess :].flatten(0, 2)
 
 
 class DSpark(DFlash):
@@ -193,17 +192,16 @@ class DSpark(DFlash):
         with torch.no_grad():  # of the hidden state that said the token
             target = self._frozen.target.head.logits(_at(batch.hidden, guessed - 1).flatten(0, 2)).contiguous()
         measure = partial(measure_tokens, _at(batch.tokens, guessed).flatten(), shares, target, DISTANCE)
-        loss, distances = GuessLoss.apply(inputs, self.head(weights), weights[f"{MARKOV}2"], measure)  # type: ignore[no-untyped-call]  # autograd's
+        loss, distances = guess_loss(inputs, self.head(weights), weights[f"{MARKOV}2"], measure)
         confidence = weights.linear(CONFIDENCE, inputs).squeeze(-1).float() + self.tensors[f"{CONFIDENCE}.bias"]
         doubts = F.binary_cross_entropy_with_logits(confidence, 1 - distances / 2, reduction="none")
-        whole: Tensor = loss + (doubts * shares).sum()
-        return whole
+        return loss + (doubts * shares).sum()
 
 
 def measure_tokens(
     tokens: Tensor, shares: Tensor, target: Tensor | None, share: float, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Losses of guesses, and their distances (`GuessLoss`). `share`: the distance's, of each loss.
+    """Losses of guesses, and their distances (`guess_loss`). `share`: the distance's, of each loss.
 
     Shapes: tokens [R], shares [R] f32, target [R, V] or None, logits [R, V] -> [] f32, [R] f32.
     """
@@ -229,8 +227,7 @@ def _turned(weights: Weights, name: str, x: Tensor, cos_sin: Tensor) -> Tensor:
     """Heads with their norm and rotated. Shapes: x [B, T, h * d], cos_sin [B, T, d] -> [B, T, h, d]."""
     dim = cos_sin.shape[2]
     heads = weights.norm(f"{name}_norm", x.unflatten(2, (-1, dim)))
-    given = heads.view(1, -1, x.shape[2]), cos_sin.flatten(0, 1), heads.shape[2], 0
-    turned: Tensor = RotatedHeads.apply(*given)[0]  # type: ignore[no-untyped-call]  # autograd's
+    turned, _, _ = rotated(heads.view(1, -1, x.shape[2]), cos_sin.flatten(0, 1), heads.shape[2], 0)
     return turned.view_as(heads)
 
 

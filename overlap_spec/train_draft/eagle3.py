@@ -11,7 +11,7 @@ The loss is the cross-entropy with the target's distribution over the draft voca
 `LiveHead` is a head that the engine has loaded, under the same names of tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,7 @@ from overlap_spec.models.layers.decoder import SelfAttention
 from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.train_draft.head import (
-    EVERYTHING,
-    Batch,
-    Frozen,
-    GuessLoss,
-    Head,
-    RotatedHeads,
-    Tensors,
-    Weights,
-    dense,
-    layer_parts,
-)
+from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, dense, guess_loss, layer_parts, rotated
 
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each
@@ -100,8 +89,7 @@ class Eagle3(Head):
             counted = (at >= step).float()  # the chain has begun in this sample
             shares = DECAY**step * counted / counted.sum().clamp(min=1)
             measure = partial(measure_distributions, probs, shares)
-            loss, _ = GuessLoss.apply(rows, weights["lm_head"], weights["lm_head"], measure)  # type: ignore[no-untyped-call]  # autograd's
-            steps.append(loss)
+            steps.append(guess_loss(rows, weights["lm_head"], weights["lm_head"], measure)[0])
         return torch.stack(steps).sum()
 
     @torch.no_grad()
@@ -132,7 +120,7 @@ class Eagle3(Head):
         for step in range(num_steps):
             normed = weights.norm(f"{LAYER}.hidden_norm", features).flatten(0, 1)
             qkv = torch.addmm(tokens, normed, of_features.mT).view(*features.shape[:2], -1)
-            q, k, v = RotatedHeads.apply(qkv, cos_sin, llama.num_heads, llama.num_kv_heads)  # type: ignore[no-untyped-call]  # autograd's
+            q, k, v = rotated(qkv, cos_sin, llama.num_heads, llama.num_kv_heads)
             keys.append(k)
             values.append(v)
             between = features + weights.linear(f"{LAYER}.self_attn.o_proj", _attended(q, keys, values).flatten(2))
@@ -142,7 +130,7 @@ class Eagle3(Head):
 
 
 def measure_distributions(probs: Tensor, shares: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies with distributions (`GuessLoss`). Shapes: probs and logits [R, Vd], shares [R] -> [], [R]."""
+    """Cross-entropies with distributions (`guess_loss`). Shapes: probs and logits [R, Vd], shares [R] -> [], [R]."""
     losses = soft_cross_entropy(logits, probs, shares)
     return losses.sum(), losses
 
@@ -151,8 +139,7 @@ def _attended(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Te
     """Attention of the last step (`chain_attention_reference`)."""
     if len(keys) == 1 or (q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16)):
         return chain_attention_reference(q, keys, values)
-    found: Tensor = _ChainAttention.apply(q, *keys, *values)  # type: ignore[no-untyped-call]  # autograd's
-    return found
+    return chain_attention(q, *keys, *values)
 
 
 def chain_attention_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -206,6 +193,9 @@ class _ChainAttention(torch.autograd.Function):
         return of_q, summed[0], *of_keys, summed[1], *of_values
 
 
+chain_attention: Callable[..., Tensor] = _ChainAttention.apply
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     """Causal attention. Shapes: [B, n, h, d] -> [B, n, h, d], logarithms of sums [B, h, n], what the backward needs."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -255,17 +245,17 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
 
 def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
     """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
-    layer, inputs = weights.layers[0], weights.inputs
+    layer, inputs, whole = weights.layers[0], weights.inputs, slice(None)
     norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
     token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
     return {
-        "fc.weight": (weights.fusion.fc, EVERYTHING),
+        "fc.weight": (weights.fusion.fc, whole),
         **{f"{LAYER}.{name}": part for name, part in layer_parts(layer).items()},
-        f"{LAYER}.input_layernorm.weight": (token, EVERYTHING),
-        f"{LAYER}.hidden_norm.weight": (feature, EVERYTHING),
-        f"{LAYER}.post_attention_layernorm.weight": (post, EVERYTHING),
-        "norm.weight": (last, EVERYTHING),
-        "lm_head.weight": (weights.head, EVERYTHING),
+        f"{LAYER}.input_layernorm.weight": (token, whole),
+        f"{LAYER}.hidden_norm.weight": (feature, whole),
+        f"{LAYER}.post_attention_layernorm.weight": (post, whole),
+        "norm.weight": (last, whole),
+        "lm_head.weight": (weights.head, whole),
     }
 
 

@@ -24,7 +24,6 @@ from overlap_spec.models.targets.llama import LlamaConfig
 
 Tensors = dict[str, Tensor]
 Measure = Callable[[Tensor], tuple[Tensor, Tensor]]
-EVERYTHING = slice(None)
 STD = 0.02  # of weights that are drawn
 FC_STD = 0.005  # of those that read hidden states, which are large
 
@@ -70,9 +69,8 @@ class Head(ABC):
         self._frozen, self._aux_layers = frozen, aux_layers
         drawn = begun or self._begun(torch.Generator().manual_seed(seed))
         device = frozen.embedding.device  # steps write in place, so that tensors have memory of their own
-        self.tensors = {name: each.detach().to(device, torch.float32, copy=True) for name, each in drawn.items()}
-        for tensor in self.tensors.values():
-            tensor.requires_grad_()
+        own = {name: each.detach().to(device, torch.float32, copy=True) for name, each in drawn.items()}
+        self.tensors = {name: tensor.requires_grad_() for name, tensor in own.items()}
         self.buffers: Tensors = {}
         self.kept: dict[str, Any] = {}
 
@@ -234,7 +232,7 @@ def dense(linear: AnyLinear) -> Tensor:
 
 def layer_parts(layer: Any) -> dict[str, tuple[AnyLinear, slice]]:
     """Where a layer's matrices are, by Llama's names: a linear, and which of its rows. Other forms are left out."""
-    found: dict[str, tuple[AnyLinear, slice]] = {}
+    found, whole = dict[str, tuple[AnyLinear, slice]](), slice(None)
     attention, mlp = layer.attention, getattr(layer, "mlp", None)
     if isinstance(attention, SelfAttention):
         qkv = attention.qkv.qkv if isinstance(attention.qkv, HeadNormLinear) else attention.qkv
@@ -243,12 +241,12 @@ def layer_parts(layer: Any) -> dict[str, tuple[AnyLinear, slice]]:
         if isinstance(qkv, AnyLinear) and qkv.out_features == queries + 2 * keys:
             rows = {"q": slice(0, queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
             found |= {f"self_attn.{part}_proj.weight": (qkv, rows[part]) for part in "qkv"}
-            found["self_attn.o_proj.weight"] = attention.output, EVERYTHING
+            found["self_attn.o_proj.weight"] = attention.output, whole
     if isinstance(mlp, GatedMLP):
         inner = mlp.down.in_features
         found["mlp.gate_proj.weight"] = mlp.gate_up, slice(0, inner)
         found["mlp.up_proj.weight"] = mlp.gate_up, slice(inner, None)
-        found["mlp.down_proj.weight"] = mlp.down, EVERYTHING
+        found["mlp.down_proj.weight"] = mlp.down, whole
     return found
 
 
@@ -283,7 +281,7 @@ class Weights:
         return self.linear(f"{prefix}.down_proj", F.silu(gate) * up)
 
 
-class RotatedHeads(torch.autograd.Function):
+class _RotatedHeads(torch.autograd.Function):
     """`split_rotated`."""
 
     @staticmethod
@@ -296,13 +294,11 @@ class RotatedHeads(torch.autograd.Function):
         return split_rotated_back(of_q, of_k, of_v, *ctx.saved_tensors), None, None, None
 
 
-class GuessLoss(torch.autograd.Function):
-    """The loss of guesses, and of each what is told beside it. Gradients are computed with it: no logits are kept.
+rotated: Callable[..., tuple[Tensor, Tensor, Tensor]] = _RotatedHeads.apply
 
-    `measure` turns logits [R, V] into the loss [] and what is told [R], and leaves the loss's gradient in their place.
 
-    Shapes: inputs [R, I], head [V, I], trained [V, r]: the head's last columns, which learn, or None -> [], [R].
-    """
+class _GuessLoss(torch.autograd.Function):
+    """`guess_loss`. Gradients are computed with it: no logits are kept."""
 
     @staticmethod
     def forward(
@@ -321,3 +317,9 @@ class GuessLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         of_inputs, of_trained = (None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors)
         return of_inputs, None, of_trained, None
+
+
+# The loss of guesses, and of each what is told beside it. It is given inputs [R, I], head [V, I], trained [V, r]: the
+# head's last columns, which learn, or None; and `measure`, which turns logits [R, V] into the loss [] and what is told
+# [R], and leaves the loss's gradient in their place.
+guess_loss: Callable[..., tuple[Tensor, Tensor]] = _GuessLoss.apply

@@ -17,7 +17,9 @@ from random import Random
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from overlap_spec.config import Settings, SpecSettings, facts_of
 from overlap_spec.config.speculation import DraftKind
@@ -29,23 +31,13 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.speculative.methods import method_named
-from overlap_spec.train_draft import state
+from overlap_spec.train_draft import samples as of_samples, state
 from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
 from overlap_spec.train_draft.prompts import PromptFile
-from overlap_spec.train_draft.samples import (
-    LEAST_ANSWER,
-    Sample,
-    batches_of,
-    draft_vocabulary,
-    endless_batches,
-    padded_length,
-    unused_token,
-    without_loop,
-)
-from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
+from overlap_spec.train_draft.samples import LEAST_ANSWER, Sample
 from overlap_spec.train_draft.steps import BatchSteps
 
 ANSWERS_SHARE = 0.3  # of the time, at most
@@ -119,7 +111,7 @@ class Shown(Protocol):
 
 @dataclass
 class Report:
-    """How far a run is. Rows are those of samples, padding included, that it has learnt from."""
+    """How far a run is."""
 
     samples: int
     answer_tokens: int
@@ -128,7 +120,6 @@ class Report:
     untrained: float = math.nan
     accept_length: float = math.nan
     steps_per_s: float = 0.0
-    rows_per_s: float = 0.0
 
 
 Answered = tuple[list[Sample], list[Sample]]  # to learn from, and held out
@@ -139,18 +130,19 @@ class Run:
 
     def __init__(self, order: Order, settings: Settings, codec: Codec, prompts: PromptFile, shown: Shown) -> None:
         """Load the engine. Raises: ConfigError, CheckpointError."""
-        if settings.ranks > 1:
-            raise ConfigError("tp_size", f"train-draft runs on one device, got {settings.ranks}; use 1")
         self._order, self._shown, self._prompts, self._codec = order, shown, prompts, codec
         self._files = settings.model.files
-        self._llama = layer_numbers(self._files.config, self._files.weights)
+        self._llama = state.layer_numbers(self._files.config, self._files.weights)
         self._num_layers = min(NUM_LAYERS, int(self._files.config.get("num_hidden_layers") or 1))
         state.check_output(order.output, order.resume)
         self._begun: Eagle3Weights | None = None
+        self._random = torch.Generator().manual_seed(order.seed)
+        self._loss: Tensor | None = None  # of a step that was not looked at yet
+        self._num_broken = 0
         self._engine = LocalEngine(settings, self._ring_for, shown.loading)
 
     def _ring_for(self, target: LoadedTarget) -> FeatureRing:
-        self._aux_layers = aux_layers_of(target.num_layers, self._order.kind, self._num_layers)
+        self._aux_layers = state.aux_layers_of(target.num_layers, self._order.kind, self._num_layers)
         if path := self._order.begins_with:
             loaded = load_eagle3(DraftSource.for_target(path, target), target)
             self._begun = check_learns(loaded, target, "speculative_draft_model_path")
@@ -162,16 +154,17 @@ class Run:
         """Answer and train until the time is over. Raises: ConfigError if there is nothing to learn, or no time."""
         order = self._order
         try:
-            answered = self._answered()
+            self._samples, self._held_out = self._answered()
             kept = state.read_training(order.output) if order.resume else None
-            head = self._head(answered, kept)
-            state.check_space(order.output, state.bytes_of(head))
-            training = _Training(order, self._engine, head, answered, self._shown)
+            self._head = self._begun_head(kept)
+            state.check_space(order.output, self._head)
+            self.report = Report(len(self._samples), sum(len(sample.answer) for sample in self._samples))
+            self._steps = BatchSteps(self._head, self._engine.ring.num_rows)
             if kept is not None:
-                training.go_on(kept)
-            report = training.until_deadline()
+                self._go_on(kept)
+            self._train()
             self._check_loads()
-            return report
+            return self.report
         finally:
             self._engine.close()
 
@@ -179,14 +172,9 @@ class Run:
         """Those of an earlier run, and more if not all prompts have been answered."""
         order, target, file = self._order, self._engine.target, self._prompts
         sizes = f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} tokens"
-        facts: dict[str, Any] = {"method": order.method, "prompts": file.digest, "target": sizes}  # to be as they were
-        facts["begins_with"] = order.begins_with or None
-        answered: Answered = [], []
-        num_asked = 0
-        if order.resume:
-            found, answered = state.read_answers(order.output)
-            num_asked = found["num_asked"]
-            state.check_facts(order.output, found, facts)
+        begins = order.begins_with or None
+        facts = {"method": order.method, "prompts": file.digest, "target": sizes, "begins_with": begins}
+        num_asked, answered = state.read_answers(order.output, facts) if order.resume else (0, ([], []))
         if num_asked < len(file.lines):
             num_asked = self._ask(num_asked, answered)
             state.write_answers(order.output, facts | {"num_asked": num_asked}, *answered)
@@ -215,7 +203,7 @@ class Run:
             self._shown.answered(first + len(found), len(file.lines), num_tokens)
         for samples, are_held_out in zip(answered, (False, True), strict=True):
             new = [each for number, each in sorted(found.items()) if (number < file.num_held_out) is are_held_out]
-            samples += without_loop(new, engine.target.embedding.device)
+            samples += of_samples.without_loop(new, engine.target.embedding.device)
         return max([first - 1, *found]) + 1
 
     def _asked(self, first: int, prompts: list[list[int]]) -> Iterator[Asked]:
@@ -227,20 +215,21 @@ class Run:
             longest, seed = self._order.longest_answer(len(tokens), self._engine.max_len), self._order.seed + number
             yield tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed)
 
-    def _head(self, answered: Answered, kept: dict[str, Any] | None) -> Head:
+    def _begun_head(self, kept: dict[str, Any] | None) -> Head:
         """The head to begin with. `kept`: what an earlier run has left, whose vocabulary or block it has."""
-        order, target, (samples, held_out) = self._order, self._engine.target, answered
-        longest = max(len(sample.tokens) for sample in (*samples, *held_out))
-        config = draft_config(self._files.config)
+        order, target, samples = self._order, self._engine.target, self._samples
+        longest = max(len(sample.tokens) for sample in (*samples, *self._held_out))
+        config = state.draft_config(self._files.config)
         frozen = Frozen.of(target, self._llama, config, longest + order.block_size + 64)
         if self._begun is not None:
             begun = LiveHead(self._begun).tensors()
             return Eagle3(frozen, self._aux_layers, self._begun.target_ids, order.seed, begun)
         if order.kind is DraftKind.EAGLE_3:
             size = order.draft_vocab_size or max(8192, target.vocab_size // 4)
-            own = kept or {"ids": draft_vocabulary(samples, size, target.vocab_size, self._files.eos_token_ids)}
+            always = self._files.eos_token_ids
+            own = kept or {"ids": of_samples.draft_vocabulary(samples, size, target.vocab_size, always)}
             return Eagle3(frozen, self._aux_layers, own["ids"], order.seed)
-        own = kept or {"mask": unused_token(samples, target.vocab_size), "block_size": order.block_size}
+        own = kept or {"mask": of_samples.unused_token(samples, target.vocab_size), "block_size": order.block_size}
         of_kind = DSpark if order.kind is DraftKind.DSPARK else DFlash
         return of_kind(frozen, self._aux_layers, self._num_layers, own["block_size"], own["mask"], order.seed)
 
@@ -249,29 +238,17 @@ class Run:
         spec = SpecSettings(self._order.method, str(self._order.output), num_steps=1, topk=1, width=2)
         method_named(spec.method).load(spec, self._engine.target, lambda done, total: None)
 
-
-class _Training:
-    """Steps, measurements and saves."""
-
-    def __init__(self, order: Order, engine: LocalEngine, head: Head, answered: Answered, shown: Shown) -> None:
-        self._order, self._engine, self._head, self._shown = order, engine, head, shown
-        self._samples, self._held_out = answered
-        self.report = Report(len(self._samples), sum(len(sample.answer) for sample in self._samples))
-        self._rate = order.learning_rate or RATE * min(1.0, WIDE / 2 / engine.target.hidden_size)
-        self._steps = BatchSteps(head, engine.ring.part_rows)
-        self._random = torch.Generator().manual_seed(order.seed)
-        self._loss: Tensor | None = None  # of a step that was not looked at yet
-        self._num_broken = 0
-
     @torch.no_grad()
-    def go_on(self, kept: dict[str, Any]) -> None:
+    def _go_on(self, kept: dict[str, Any]) -> None:
         """Where the run has ended that has left this."""
         for name, tensor in self._head.tensors.items():
             tensor.copy_(kept["tensors"][name])
         self._steps.go_on(kept["optimiser"])
         self.report.steps, self.report.untrained = kept["steps"], kept["untrained"]
 
-    def until_deadline(self) -> Report:
+    # --- steps, measurements and saves ----------------------------------------------------------------------
+
+    def _train(self) -> None:
         """Train until the time limit leaves room for one more measurement and save alone."""
         order, report = self._order, self.report
         spent = self._measure()
@@ -279,20 +256,18 @@ class _Training:
         if begun + SPARE * spent >= order.deadline:
             raise order.too_short("no training step was taken")
         seed = order.seed + report.steps  # a run that goes on sees another order
-        batches = map(self._read, endless_batches(self._samples, self._engine.ring.part_rows, Random(seed)))
+        batches = map(self._read, of_samples.endless_batches(self._samples, self._engine.ring.num_rows, Random(seed)))
         first, between = report.steps, max(order.time_limit_s / MEASURED, LEAST_BETWEEN_S)
-        following, rows, last = next(batches), 0, first + (order.max_steps or sys.maxsize)
+        last = first + (order.max_steps or sys.maxsize)
         while (now := time.monotonic()) + SPARE * spent < order.deadline or report.steps == first:
             if report.steps >= last:
                 break
-            batch, following = following, next(batches)
+            batch = next(batches)
             share = (now - begun) / max(order.deadline - SPARE * spent - begun, 1e-9)
             self._look()
             for _ in range(min(self._head.visits, last - report.steps)):
                 self._step(batch, report.steps - first, share)
-            rows += batch.tokens.numel()
-            spent_s = time.monotonic() - begun
-            report.steps_per_s, report.rows_per_s = (report.steps - first) / spent_s, rows / spent_s
+            report.steps_per_s = (report.steps - first) / (time.monotonic() - begun)
             if time.monotonic() - measured > max(between, spent / MOST_MEASURED):
                 spent = max(self._measure() + self._save(), spent / SPARE)
                 measured = time.monotonic()
@@ -300,12 +275,12 @@ class _Training:
         self._measure()
         self._save()
         self._shown.trained(report, 0.0)
-        return report
 
     def _step(self, batch: Batch, step: int, share: float) -> None:
         """`share`: of the time that has gone by."""
+        rate = self._order.learning_rate or RATE * min(1.0, WIDE / 2 / self._engine.target.hidden_size)
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
-        self._steps.set_rate(self._rate * min(1.0, (step + 1) / WARM_UP) * fall)
+        self._steps.set_rate(rate * min(1.0, (step + 1) / WARM_UP) * fall)
         try:
             self._loss = self._steps.learn(batch, self._random)
         except torch.OutOfMemoryError as error:
@@ -326,11 +301,10 @@ class _Training:
 
     def _read(self, samples: Sequence[Sample]) -> Batch:
         """Let the engine write hidden states, and put a batch together."""
-        length = padded_length(samples)
+        length = of_samples.padded_length(samples)
         aux, hidden = self._engine.states([sample.tokens.tolist() for sample in samples], length)
-        tokens = torch.zeros(len(samples), length, dtype=torch.int64)
-        for row, sample in zip(tokens, samples, strict=True):
-            row[: len(sample.tokens)] = sample.tokens
+        tokens = pad_sequence([sample.tokens.long() for sample in samples], batch_first=True)
+        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
         numbers = [[len(sample.tokens) for sample in samples], [sample.start for sample in samples]]
         return Batch(tokens.to(aux.device), aux, hidden, *torch.tensor(numbers, device=aux.device))
 
@@ -338,7 +312,7 @@ class _Training:
         """Of the held-out prompts, the accept length. Returns the seconds that it took."""
         self._look()
         begun, report, held_out = time.monotonic(), self.report, self._held_out
-        batches = map(self._read, batches_of(held_out, self._engine.ring.part_rows))
+        batches = map(self._read, of_samples.batches_of(held_out, self._engine.ring.num_rows))
         rows = [row for batch in batches for row in self._head.accepted(batch).tolist()]
         starts, lengths = [sample.start for sample in held_out], [len(sample.tokens) for sample in held_out]
         report.accept_length = accept_length(rows, starts, lengths)

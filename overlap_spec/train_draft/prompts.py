@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from overlap_spec.errors import ConfigError, RequestError
 from overlap_spec.frontend.codec import Codec
@@ -24,21 +25,35 @@ BENCHMARKS = ("chat20.json", "peer64.json")
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 64
 
 
+class Message(msgspec.Struct, frozen=True):
+    """Of a chat."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A line of the file: a chat, or a text."""
+
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+
+
 @dataclass(frozen=True)
 class PromptFile:
     """Its prompts in the order in which they are answered, the first `num_held_out` of them never trained on."""
 
     path: str
     digest: str  # SHA-256 of the file's bytes
-    lines: tuple[tuple[int, dict[str, Any]], ...]  # number and fields
+    lines: tuple[tuple[int, Prompt], ...]  # with their numbers
     num_held_out: int
     num_left_out: int  # prompts of benchmarks
 
     def encoded(self, codec: Codec, first: int) -> Iterator[list[int]]:
         """Token ids of the prompts from `first` on. Raises: ConfigError naming the line."""
-        for number, fields in self.lines[first:]:
+        for number, prompt in self.lines[first:]:
             try:
-                yield _encode(fields, codec)
+                yield _encode(prompt, codec)
             except RequestError as error:
                 raise _bad(self.path, number, str(error)) from None
 
@@ -46,9 +61,9 @@ class PromptFile:
 def read_prompts(path: Path, seed: int = 0) -> PromptFile:
     """Read, check and shuffle. Raises: ConfigError naming file and line."""
     data = _read(path)
-    lines = [(n, _fields(line, path, n)) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
+    lines = [(n, _prompt(line, path, n)) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
     known = benchmark_prompts()
-    kept = [(number, fields) for number, fields in lines if last_text(fields) not in known]
+    kept = [(number, prompt) for number, prompt in lines if last_text(prompt) not in known]
     if len(kept) < 2:
         raise ConfigError("prompts", f"{path}: found {len(kept)} prompts, expected at least 2: one is held out")
     random.Random(seed).shuffle(kept)
@@ -63,9 +78,9 @@ def benchmark_prompts(directory: Path = Path(__file__).parents[1] / "data" / "pr
     return frozenset(map(_plain, texts))
 
 
-def last_text(fields: dict[str, Any]) -> str:
+def last_text(prompt: Prompt) -> str:
     """What a prompt asks, as it is compared with others."""
-    return _plain(fields["text"] if "text" in fields else str(fields["messages"][-1]["content"]))
+    return _plain(prompt.messages[-1].content if prompt.messages else prompt.text)
 
 
 def _plain(text: str) -> str:
@@ -82,34 +97,23 @@ def _read(path: Path) -> bytes:
         raise ConfigError("prompts", f"{path}: not a whole .gz file: {error}") from None
 
 
-def _fields(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _prompt(line: bytes, path: Path, number: int) -> Prompt:
     try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise _bad(str(path), number, f"not JSON: {error}") from None
-    if not isinstance(fields, dict) or ("messages" in fields) == ("text" in fields):
-        raise _bad(str(path), number, "expected an object with either messages or text")
-    if "text" in fields:
-        if not isinstance(fields["text"], str) or not fields["text"].strip():
-            raise _bad(str(path), number, "text: expected a text that is not empty")
-        return fields
-    messages = fields["messages"]
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise _bad(str(path), number, "messages: expected a list of objects with the texts role and content")
-    if messages[-1]["role"] == "assistant":
+        prompt = msgspec.json.decode(line, type=Prompt)
+    except msgspec.MsgspecError as error:
+        raise _bad(str(path), number, str(error)) from None
+    if bool(prompt.messages) == bool(prompt.text.strip()):
+        raise _bad(str(path), number, "expected an object with either messages or a text that is not empty")
+    if prompt.messages and prompt.messages[-1].role == "assistant":
         raise _bad(str(path), number, "messages: ends with an answer, but the engine answers itself; leave it out")
-    return fields
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return prompt
 
 
 def _bad(path: str, number: int, text: str) -> ConfigError:
     return ConfigError("prompts", f"{path}, line {number}: {text}")
 
 
-def _encode(fields: dict[str, Any], codec: Codec) -> list[int]:
-    if "text" in fields:
-        return codec.encode(fields["text"], True)
-    return codec.encode(codec.render(ChatPrompt(fields["messages"])), False)
+def _encode(prompt: Prompt, codec: Codec) -> list[int]:
+    if not prompt.messages:
+        return codec.encode(prompt.text, True)
+    return codec.encode(codec.render(ChatPrompt(msgspec.to_builtins(prompt.messages))), False)

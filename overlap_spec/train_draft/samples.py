@@ -14,7 +14,6 @@ LEAST_REPEATED = 12  # tokens, beside the first occurrence, of what is repeated 
 GRAM, MOST_SEEN = 6, 3  # a run of so many tokens may occur so often in an answer
 TOGETHER = 256  # answers that are looked at together
 ROUNDED = 32  # lengths of batches
-SORTED = 256  # batches whose samples are put together by length: the last one of them has room to spare
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,10 @@ def _counts(tokens: Iterable[Tensor], vocab_size: int) -> Tensor:
 
 
 def endless_batches(samples: Sequence[Sample], num_rows: int, random: Random) -> Iterator[list[Sample]]:
-    """Batches of at most `num_rows` rows, padding included, in random order and again and again."""
+    """Batches of at most `num_rows` rows of samples as long as each other, in random order and again and again."""
     while True:
-        order = random.sample(range(len(samples)), len(samples))
-        batches: list[list[Sample]] = []
-        size = SORTED * max(num_rows // max(len(sample.tokens) for sample in samples), 1)
-        for begin in range(0, len(order), size):
-            near = sorted((samples[place] for place in order[begin : begin + size]), key=lambda s: len(s.tokens))
-            batches += batches_of(near, num_rows)
+        near = sorted(random.sample(samples, len(samples)), key=lambda sample: len(sample.tokens))
+        batches = list(batches_of(near, num_rows))
         yield from random.sample(batches, len(batches))
 
 

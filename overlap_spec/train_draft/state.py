@@ -89,17 +89,12 @@ def check_output(output: Path, resume: bool) -> None:
         raise ConfigError("output", f"{output}: {error.strerror or error}") from None
 
 
-def check_space(output: Path, num_bytes: int) -> None:
-    """Raises: ConfigError if the disk has less room than what will be written."""
-    free = shutil.disk_usage(output).free
-    if free < num_bytes:
-        found, wanted = free // MIB, -(-num_bytes // MIB)
+def check_space(output: Path, head: Head) -> None:
+    """Raises: ConfigError if the disk has no room for parameters in 16 bits and in 32, and two moments of each."""
+    found = shutil.disk_usage(output).free // MIB
+    wanted = sum((2 + 3 * 4) * tensor.numel() for tensor in head.tensors.values()) // MIB + 1
+    if found < wanted:
         raise ConfigError("output", f"{output}: the disk has {found} MiB left, {wanted} MiB are needed")
-
-
-def bytes_of(head: Head) -> int:
-    """What a run writes of a head: parameters in 16 bits and in 32, and two moments of each."""
-    return sum((2 + 3 * 4) * tensor.numel() for tensor in head.tensors.values())
 
 
 def write_draft(output: Path, tensors: Tensors, config: dict[str, Any]) -> None:
@@ -123,10 +118,16 @@ def write_answers(output: Path, facts: dict[str, Any], samples: Sequence[Sample]
     _write(output / RESUME / ANSWERS, _packed(state))
 
 
-def read_answers(output: Path) -> tuple[dict[str, Any], tuple[list[Sample], list[Sample]]]:
-    """Facts; samples, and those held out. Raises: ConfigError naming the file."""
+def read_answers(output: Path, facts: dict[str, Any]) -> tuple[int, tuple[list[Sample], list[Sample]]]:
+    """How many prompts were asked; samples, and those held out.
+
+    Raises: ConfigError naming the file, or which of the facts a run that goes on has changed.
+    """
     state = _unpacked(output / RESUME / ANSWERS)
-    return state, (_samples(state.pop("samples")), _samples(state.pop("held_out")))
+    for name, value in facts.items():
+        if state[name] != value:
+            raise ConfigError("resume", f"{output}: {name}: found {state[name]}, and now it is {value}")
+    return state["num_asked"], (_samples(state["samples"]), _samples(state["held_out"]))
 
 
 def read_training(output: Path) -> dict[str, Any] | None:
@@ -135,25 +136,15 @@ def read_training(output: Path) -> dict[str, Any] | None:
     return _unpacked(path) if path.is_file() else None
 
 
-def check_facts(output: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises: ConfigError naming what a run that goes on has changed."""
-    for name, value in expected.items():
-        if found.get(name) != value:
-            raise ConfigError("resume", f"{output}: {name}: found {found.get(name)}, and now it is {value}")
+def _flat(samples: Sequence[Sample]) -> tuple[Tensor, list[int], list[int]]:
+    """All tokens, how many each sample has, where its answer starts."""
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int32), *(sample.tokens for sample in samples)])
+    return tokens, [len(sample.tokens) for sample in samples], [sample.start for sample in samples]
 
 
-def _flat(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens, where each sample ends, where its answer starts."""
-    none = torch.zeros(0, dtype=torch.int32)
-    ends = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64).cumsum(0)
-    starts = torch.tensor([sample.start for sample in samples], dtype=torch.int64)
-    return torch.cat([none, *(sample.tokens for sample in samples)]), ends, starts
-
-
-def _samples(flat: tuple[Tensor, Tensor, Tensor]) -> list[Sample]:
-    tokens, ends, starts = flat
-    parts = tokens.tensor_split(ends[:-1]) if len(ends) else ()
-    return [Sample(part.clone(), int(start)) for part, start in zip(parts, starts, strict=True)]
+def _samples(flat: tuple[Tensor, list[int], list[int]]) -> list[Sample]:
+    tokens, lengths, starts = flat
+    return [Sample(part.clone(), start) for part, start in zip(tokens.split(lengths), starts, strict=True)]
 
 
 def _packed(state: dict[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from overlap_spec_kernels import NotLoadedError, only_compiles
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from overlap_spec.train_draft.head import Batch, Head, Tensors
 from overlap_spec.worker.capture import CudaRecorder, Replay, no_collection
@@ -84,7 +85,7 @@ class Steps:
             warnings.filterwarnings("ignore", NOT_CAPTURED)
             found = loss()
             found.backward()
-            is_finite = bound([tensor.grad for tensor in self._tensors if tensor.grad is not None])
+            is_finite = bound(self._tensors)
             self._optimiser.step()
             self._optimiser.zero_grad(set_to_none=True)
             return torch.where(is_finite, found.detach(), math.nan)
@@ -144,11 +145,9 @@ class BatchSteps(Steps):
         return kept
 
 
-def bound(gradients: Sequence[Tensor]) -> Tensor:
-    """Bound their norm; if it is not finite, they become 0. Shapes: -> [] bool: whether it is. Sync: never."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
-    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
-    is_finite: Tensor = norm.isfinite()
-    for each in gradients:
-        each.mul_(scale).masked_fill_(~is_finite, 0.0)
+def bound(tensors: Sequence[Tensor]) -> Tensor:
+    """Bound the norm of gradients; if it is not finite, they become 0. Returns whether it is, [] bool. Sync: never."""
+    is_finite = clip_grad_norm_(tensors, CLIP, foreach=False).isfinite()
+    for gradient in [tensor.grad for tensor in tensors if tensor.grad is not None]:
+        gradient.masked_fill_(~is_finite, 0.0)
     return is_finite

@@ -18,7 +18,7 @@ from overlap_spec.features.adapt_draft import worker
 from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.train_draft.dflash import DFlash, DSpark
-from overlap_spec.train_draft.eagle3 import Eagle3, _ChainAttention, chain_attention_reference
+from overlap_spec.train_draft.eagle3 import Eagle3, chain_attention, chain_attention_reference
 from overlap_spec.train_draft.head import Head
 from overlap_spec.train_draft.steps import BatchSteps
 
@@ -77,7 +77,7 @@ def test_a_fused_chains_attention_is_its_reference(step: int, rows: int, dim: in
     for dtype, fused in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         q, *kept = (each.to(dtype, copy=True).requires_grad_() for each in leaves)
         parts = kept[: step + 1], kept[step + 1 :]
-        out = _ChainAttention.apply(q, *kept) if fused else chain_attention_reference(q, *parts)
+        out = chain_attention(q, *kept) if fused else chain_attention_reference(q, *parts)
         (out * weights.to(dtype)).sum().backward()
         found.append([each.detach().double() for each in (out, q.grad, *(one.grad for one in kept))])
     for exact, plain, fused_ in zip(*found, strict=True):

@@ -199,8 +199,9 @@ class Lines:
 def line_of(report: "Report", left_s: float) -> str:
     """Steps, loss, what held-out prompts say, and how long it goes on."""
     minutes, seconds = divmod(max(int(left_s), 0), 60)
+    loss = "" if math.isnan(report.loss) else f"  loss {report.loss:.3f}"  # no step has been looked at yet
     return (
-        f"step {report.steps}  {report.steps_per_s:.1f}/s  {report.rows_per_s:,.0f} rows/s  loss {report.loss:.3f}"
+        f"step {report.steps}  {report.steps_per_s:.1f}/s{loss}"
         f"  accept length {report.accept_length:.2f} (untrained {report.untrained:.2f})"
         f"  {report.answer_tokens:,} tokens of {report.samples} answers  {minutes}:{seconds:02d} left"
     )

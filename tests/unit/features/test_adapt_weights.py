@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.adapt_draft.learner import Learner, Learnt, Packed, Sample, laid_out
@@ -118,15 +119,16 @@ def test_numbers_that_are_not_finite_show(name: str) -> None:
 
 
 def test_gradients_that_are_not_finite_change_nothing() -> None:
-    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[0.0]])]
-    assert bool(bound(gradients))
-    torch.testing.assert_close(gradients[0], torch.tensor([0.6, 0.8]))
-    small = [torch.tensor([0.3])]
-    bound(small)
-    torch.testing.assert_close(small[0], torch.tensor([0.3]))
-    bad = [torch.tensor([1.0]), torch.tensor([torch.inf])]
-    assert not bool(bound(bad))
-    assert [each.tolist() for each in bad] == [[0.0], [0.0]]
+    def bounded(*gradients: list[float]) -> tuple[bool, list[Tensor | None]]:
+        tensors = [torch.zeros(len(each)) for each in gradients]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = torch.tensor(gradient)
+        return bool(bound([*tensors, torch.zeros(1)])), [tensor.grad for tensor in tensors]
+
+    assert bounded([3.0, 4.0], [0.0])[0]
+    torch.testing.assert_close(bounded([3.0, 4.0], [0.0])[1], [torch.tensor([0.6, 0.8]), torch.tensor([0.0])])
+    torch.testing.assert_close(bounded([0.3])[1], [torch.tensor([0.3])])
+    assert repr(bounded([1.0], [torch.inf])) == repr((False, [torch.zeros(1)] * 2))
     learner = Learner(loaded_head(), LOADED, 64, num_guesses=3)
     given, places = batch(learner)
     given.aux[0, 3] = torch.nan

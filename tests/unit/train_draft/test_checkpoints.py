@@ -207,12 +207,12 @@ def samples(count: int) -> list[Sample]:
 def test_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
     state.check_output(tmp_path, resume=False)
     state.write_answers(tmp_path, {"num_asked": 5, "method": "EAGLE3"}, samples(4), samples(1))
-    facts, (found, held_out) = state.read_answers(tmp_path)
-    assert facts == {"num_asked": 5, "method": "EAGLE3"} and len(held_out) == 1
+    num_asked, (found, held_out) = state.read_answers(tmp_path, {"method": "EAGLE3"})
+    assert num_asked == 5 and len(held_out) == 1
     assert [(each.tokens.tolist(), each.start) for each in found] == [([*range(10 + n)], 3 + n) for n in range(4)]
     assert state.read_training(tmp_path) is None
     with pytest.raises(ConfigError, match="--resume: .*method: found EAGLE3, and now it is DFLASH"):
-        state.check_facts(tmp_path, facts, {"method": "DFLASH"})
+        state.read_answers(tmp_path, {"method": "DFLASH"})
 
 
 def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
         state.check_output(tmp_path / "config.json", resume=False)
     (tmp_path / "resume" / "answers.pt").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"--resume: .*answers\.pt cannot be read"):
-        state.read_answers(tmp_path)
+        state.read_answers(tmp_path, {})
 
 
 def test_a_full_disk_is_named_and_takes_nothing(tmp_path: Path) -> None:
@@ -248,7 +248,8 @@ def test_a_full_disk_is_named_and_takes_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_disk_with_too_little_room_is_named_before_training(tmp_path: Path) -> None:
-    state.check_space(tmp_path, state.bytes_of(eagle3()))
-    with pytest.raises(ConfigError, match=r"--output: .*the disk has \d+ MiB left, 1073741824 MiB are needed"):
-        state.check_space(tmp_path, 1 << 50)
+def test_a_disk_with_too_little_room_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.check_space(tmp_path, eagle3())
+    monkeypatch.setattr(state, "MIB", 1 << 60)
+    with pytest.raises(ConfigError, match="--output: .*the disk has 0 MiB left, 1 MiB are needed"):
+        state.check_space(tmp_path, eagle3())

@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec.train_draft.dflash import measure_tokens
-from overlap_spec.train_draft.eagle3 import _ChainAttention, chain_attention_reference, measure_distributions
-from overlap_spec.train_draft.head import GuessLoss
+from overlap_spec.train_draft.eagle3 import (
+    _ChainAttention,
+    chain_attention,
+    chain_attention_reference,
+    measure_distributions,
+)
+from overlap_spec.train_draft.head import guess_loss
 
 
 def drawn(step: int, rows: int, dtype: torch.dtype, device: str = "cpu", heads: int = 3, dim: int = 8) -> list[Tensor]:
@@ -44,7 +49,7 @@ def test_a_chains_attention_is_a_loop_over_rows(step: int, rows: int, dtype: tor
     for run in (
         by_rows,
         lambda q, *kept: chain_attention_reference(q, kept[: step + 1], kept[step + 1 :]),
-        _ChainAttention.apply,
+        chain_attention,
     ):
         leaves = drawn(step, rows, dtype)
         out = run(*leaves)
@@ -86,9 +91,7 @@ def test_a_guesss_loss_and_its_gradients_are_those_of_kept_logits() -> None:
     for fused in (True, False):
         leaves = [each.clone().requires_grad_() for each in (rows, head)]
         if fused:
-            loss, losses = GuessLoss.apply(
-                leaves[0], leaves[1], leaves[1], partial(measure_distributions, probs, shares)
-            )
+            loss, losses = guess_loss(leaves[0], leaves[1], leaves[1], partial(measure_distributions, probs, shares))
             assert not losses.requires_grad and float(losses.sum()) == pytest.approx(float(loss.detach()))
         else:
             loss = (F.cross_entropy(leaves[0] @ leaves[1].T, probs, reduction="none") * shares).sum()
@@ -111,7 +114,7 @@ def test_a_blocks_losses_and_their_gradients_are_those_of_kept_logits(with_targe
         head = torch.cat((frozen, leaves[1]), 1)
         if fused:
             measure = partial(measure_tokens, tokens, shares, target if with_target else None, share)
-            loss, distances = GuessLoss.apply(leaves[0], head.detach(), leaves[1], measure)  # type: ignore[no-untyped-call]  # autograd's
+            loss, distances = guess_loss(leaves[0], head.detach(), leaves[1], measure)
         else:
             logits = leaves[0] @ head.T
             distances = (logits.softmax(1) - target.softmax(1)).abs().sum(1) * with_target

@@ -37,10 +37,12 @@ def test_prompts_are_shuffled_and_some_are_held_out(tmp_path: Path) -> None:
 
 
 BAD = {
-    "line 3: not JSON": "{",
-    "line 3: expected an object with either messages or text": {"text": "a", "messages": []},
-    "line 3: text: expected a text that is not empty": {"text": " "},
-    "line 3: messages: expected a list of objects": {"messages": [{"role": "user"}]},
+    "line 3: Input data was truncated": "{",
+    "line 3: Expected `object`, got `array`": "[]",
+    "line 3: expected an object with either messages or a text that is not empty": {"text": " "},
+    "line 3: expected an object with either messages or a text": {"text": "a", **chat("b")},
+    "line 3: Expected `str`, got `int` - at `$.messages[0].content`": {"messages": [{"role": "user", "content": 1}]},
+    "line 3: Object missing required field `content`": {"messages": [{"role": "user"}]},
     "line 3: messages: ends with an answer": {"messages": [{"role": "assistant", "content": "Yes."}]},
 }
 
@@ -80,7 +82,7 @@ def test_no_prompt_to_train_with_is_one_of_a_benchmark(path: Path) -> None:
     assert len(held_out) == 20 + 64, "chat20 and peer64"
     found = read_prompts(path)
     assert found.num_left_out == (0 if path == SHIPPED else 4)
-    assert len(found.lines) >= 10_000 and not held_out & {last_text(fields) for _, fields in found.lines}
-    texts = {fields["messages"][-1]["content"] for _, fields in found.lines}
+    assert len(found.lines) >= 10_000 and not held_out & {last_text(prompt) for _, prompt in found.lines}
+    texts = {prompt.messages[-1].content for _, prompt in found.lines}
     asked = [text for name in BENCHMARKS for text in json.loads((DATA / name).read_text())]
     assert not texts & set(asked), "as they are written"
