@@ -7,6 +7,7 @@ for them. This module imports neither.
 
 import multiprocessing
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def compilers() -> ProcessPoolExecutor:
 
 
 def _begin(parent: int) -> None:
+    """Ctrl-C in a terminal reaches them too: it is the parent's, and a pool whose processes are gone says so loudly."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from overlap_spec_kernels import begin_compiler
 
     begin_compiler(parent)

@@ -1,6 +1,8 @@
 """Processes that compile are started ahead where no start has compiled kernels yet, and nowhere else."""
 
 import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,17 @@ def test_after_a_start_has_compiled_none_are_started(name: str, is_first: bool, 
 def test_a_cache_that_is_not_there_yet_is_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "absent"))
     assert started_compilers(ON_A_GPU) is not None
+
+
+def test_an_interrupt_is_the_parents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, before = list[Any](), signal.getsignal(signal.SIGINT)
+    noted = partial(signal.getsignal, signal.SIGINT)
+    monkeypatch.setattr("overlap_spec_kernels.begin_compiler", lambda parent: found.append((parent, noted())))
+    try:
+        module._begin(7)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [(7, signal.SIG_IGN)]
 
 
 def test_where_triton_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
