@@ -4,6 +4,7 @@
     python benchmarks/never_slower.py --cases 8b-2.5 --limit-s 540 --output FILE       goes on with FILE
     python benchmarks/never_slower.py --cases 8b-1.3 --batches 8,24,32,256 --rounds 2  cells of these requests alone
     python benchmarks/never_slower.py --tiny                                           a minute on a CPU
+    python benchmarks/never_slower.py --join A B C --output FILE                       their rows, without single runs
 
 Cases of one model are measured by turns, beside one engine of plain decoding, which has the same slots and memory as
 theirs: a few at a time, as many as the device has memory for. Cells (requests, tokens of an answer) come in an order
@@ -457,6 +458,22 @@ async def measure(cases: Mapping[str, Case], run: Run) -> None:
                 await measure_together({name: left[name] for name in names[begin : begin + at_once]}, run)
 
 
+def joined(files: Sequence[str]) -> Row:
+    """The rows of several reports, each with how many rounds it had, but without them."""
+    reports = [json.loads(Path(file).read_text()) for file in files]
+    if len({(each["run"]["device"], json.dumps(each["run"].get("source"))) for each in reports}) > 1:
+        raise SystemExit("these reports are of different devices or files")
+    rows = [
+        {key: row[key] for key in OF_ROW}
+        | {"rounds": len(row["runs"][PLAIN]), "over_plain": {of: row["over_plain"][of] for of in ("call", "engine")}}
+        for each in reports
+        for row in each["rows"]
+    ]
+    engines = {case: found for each in reports for case, found in each["engines"].items()}
+    starts = {case: {key: of["start_s"] for key, of in found.items()} for case, found in engines.items()}
+    return {"benchmark": "never_slower", "run": reports[0]["run"], "starts_s": starts, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
@@ -464,9 +481,13 @@ def main() -> None:
     parser.add_argument("--batches", help="cells of these numbers of requests alone; default: everything")
     parser.add_argument("--heads", type=Path, help="folder with draft models for SmolLM2: standalone-chat, too")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--join", nargs="+", help="reports of the same files on the same device: write one of them all")
     parser.add_argument("--limit-s", type=float, default=540.0, help="time of everything, at most")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     arguments = parser.parse_args()
+    if arguments.join:
+        write_report(arguments.output, joined(arguments.join))
+        return
     with tempfile.TemporaryDirectory() as directory:
         known = tiny_case(directory) if arguments.tiny else known_cases(arguments.heads)
         names = arguments.cases.split(",") if arguments.cases else list(known)

@@ -95,4 +95,11 @@ def side_by_side(name: str, results: Path) -> str:
     columns = [(group, column) for group in shown.files for column in shown.own.get(group, shown.columns)]
     head = [shown.first, *(f"{group}, {column}" for group, column in columns)]
     origins = [f"- {group}: {described(results / file, reports[file])}" for group, file in shown.files.items()]
-    return "\n".join([table(head, shown.lines(list(reports.values()))), "", *origins])
+    groups = [of_group(group, reports[file]) for group, file in shown.files.items()]
+    return "\n".join([table(head, shown.lines(groups)), "", *origins])
+
+
+def of_group(group: str, report: Report) -> Report:
+    """The report without the rows of other acceptances, if it has some."""
+    own = [row for row in report.get("rows", ()) if row.get("case") == f"8b-{group}"]
+    return report | {"rows": own} if own else report

@@ -175,6 +175,21 @@ def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured() -
     assert is_whole("8b-1.3", some, run) and not is_whole("8b-1.3", whole, run)
 
 
+def test_reports_of_one_device_are_joined_without_their_runs(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a", "b", "c")]
+    for case, device in (("a", "H200"), ("b", "H200"), ("c", "H100")):
+        row = row_of(case, "cell", 8, 64, {DEFAULT: [ONE] * 3, PLAIN: [ONE] * 3})
+        report = {"run": {"device": device}, "engines": {case: {PLAIN: {"start_s": 17.0}}}, "rows": [row]}
+        (tmp_path / case).write_text(json.dumps(report))
+    found = never_slower.joined(files[:2])
+    about = {"kind": "cell", "batch": 8, "num_tokens": 64, "rounds": 3}
+    over = {of: {DEFAULT: 1.0, AGAIN: 1.0} for of in ("call", "engine")}
+    assert found["rows"] == [{"case": case, **about, "over_plain": over} for case in "ab"]
+    assert found["starts_s"] == {"a": {PLAIN: 17.0}, "b": {PLAIN: 17.0}}
+    with pytest.raises(SystemExit, match="different devices"):
+        never_slower.joined(files)
+
+
 def test_as_many_cases_as_a_device_holds_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[str]] = []
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents.side_by_side import TABLES, default_lines, feature_lines, side_by_side, step_lines
+from documents.side_by_side import TABLES, default_lines, feature_lines, of_group, side_by_side, step_lines
 
 from overlap_spec.runtime.source import PARTS, Source
 
@@ -32,6 +32,12 @@ def test_calls_that_are_slower_than_plain_decoding_are_marked() -> None:
         ["1", "2.00", "2.10", "", "", "", "**0.90** slower"],
         ["8", "1.20", "1.50", "", "1.25", "", ""],
     ]
+
+
+def test_a_group_of_default_numbers_has_the_rows_of_its_acceptance() -> None:
+    rows = [cell(8, 64, 1.5) | {"case": "8b-2.5"}, cell(8, 64, 1.0) | {"case": "8b-1.3"}]
+    assert of_group("1.3", {"rows": rows})["rows"] == rows[1:]
+    assert of_group("answers of 256 at 2.5", {"rows": rows})["rows"] == rows
 
 
 def test_features_are_of_single_requests() -> None:
