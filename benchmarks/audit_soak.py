@@ -12,10 +12,13 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from rows.setups import with_layers
 
 from overlap_spec.bench.report import as_text, describe_engine, describe_settings
 from overlap_spec.bench.workload import random_prompts
@@ -36,11 +39,14 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="requests at a time")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds for everything, start and end included")
     parser.add_argument("--output")
+    parser.add_argument("--layers", type=int, help="of a shape, whose weights are drawn; otherwise all")
     add_engine_flags(parser)
     arguments = parser.parse_args()
     config = engine_config(arguments, audit_rate=1.0, log_level="warning")
     until = begun + arguments.limit_s - STOP_S
-    report = asyncio.run(soak(Engine(config), arguments, until))
+    with tempfile.TemporaryDirectory() as directory:
+        config = with_layers(config, arguments.layers, directory)
+        report = asyncio.run(soak(Engine(config), arguments, until))
     print(json.dumps(report, indent=1))
     return 1 if report["audit"]["figures"]["faults"] else 0
 

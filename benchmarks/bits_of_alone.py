@@ -119,7 +119,7 @@ PARTS = {
     "int4": of_8b(),
     "kv8": of_8b(kv_cache_dtype="fp8_e4m3"),
     "tiny": Part(32, 2, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
-    "recurring": Part(64, 2, 48, 32, True, {"page_size": 16}, TINY_WAYS, context=512, vocabulary=100),
+    "recurring": Part(250, 2, 48, 32, True, {"page_size": 16}, TINY_WAYS, context=512, vocabulary=100),
 }
 TINY = {"tiny": "llama", "recurring": "qwen3 next"}  # families
 

@@ -31,7 +31,7 @@ import torch
 from mixture_routers import UNIFORM
 from mixtures import CEILING, PAGE, ROUNDS, TINY, Bench, Report, Setup, figures, is_near, pages_of
 from prefill_profile import Case, long_prompt, plans
-from rows.setups import PLAIN, SPECULATIVE, SYNTHETIC, Flags, plain_shape
+from rows.setups import PLAIN, SPECULATIVE, SYNTHETIC, Flags, plain_shape, smaller
 from step_profile import become_a_worker
 
 from overlap_spec.config import EngineConfig, Machine
@@ -188,17 +188,11 @@ def chosen(setup: Setup, directory: Path, is_tiny: bool) -> Setup:
 
 def tiny(setup: Setup, directory: Path) -> Setup:
     """The same of a tiny shape, for a CPU."""
-    flags = setup.flags | {"device": "cpu", "dtype": "float32"}
-    config = json.loads((Path(flags["model_path"]) / "config.json").read_text())
-    of_text = config.get("text_config", config)
-    of_text |= setup.tiny
-    path = directory / Path(flags["model_path"]).name
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    flags |= {"model_path": str(path)}
+    path = smaller(setup.flags["model_path"], directory, setup.tiny)
+    flags = setup.flags | {"device": "cpu", "dtype": "float32", "model_path": path}
     if "speculative_draft_model_path" in flags:
         flags |= {
-            "speculative_draft_model_path": str(tiny_assistant(Path(flags["speculative_draft_model_path"]), path))
+            "speculative_draft_model_path": str(tiny_assistant(Path(flags["speculative_draft_model_path"]), Path(path)))
         }
     batches = tuple((min(batch, 4), kinds) for batch, kinds in setup.batches[:2])
     contexts = tuple(20 + index for index in range(len(setup.contexts)))

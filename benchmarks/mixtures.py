@@ -32,7 +32,7 @@ import torch
 from mixture_routers import SHARED, UNIFORM, ZIPF, Routers, expected_distinct, experts_of
 from overlap_spec_kernels import Routing, experts_mlp, silu_mul
 from prefill_profile import Case, long_prompt, plans
-from rows.setups import CHAIN, PLAIN, SYNTHETIC, Flags, plain_shape, shape
+from rows.setups import CHAIN, PLAIN, SYNTHETIC, Flags, plain_shape, shape, smaller
 from step_profile import become_a_worker, kernels
 from torch import Tensor
 
@@ -135,21 +135,14 @@ TINY_DRAFT |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use
 
 def tiny(setup: Setup, directory: Path) -> Setup:
     """The same of a tiny shape, for a CPU."""
-
-    def shrunk(path: str, sizes: dict[str, Any]) -> str:
-        config = json.loads((Path(path) / "config.json").read_text()) | sizes
-        target = directory / Path(path).name
-        target.mkdir(parents=True, exist_ok=True)
-        (target / "config.json").write_text(json.dumps(config))
-        return str(target)
-
     flags = setup.flags | {
-        "model_path": shrunk(setup.flags["model_path"], setup.tiny),
+        "model_path": smaller(setup.flags["model_path"], directory, setup.tiny),
         "device": "cpu",
         "dtype": "float32",
     }
     if "speculative_draft_model_path" in flags:
-        flags |= {"speculative_draft_model_path": shrunk(flags["speculative_draft_model_path"], TINY_DRAFT)}
+        draft = flags["speculative_draft_model_path"]
+        flags |= {"speculative_draft_model_path": smaller(draft, directory, TINY_DRAFT)}
     batches = tuple((min(batch, 4), kinds) for batch, kinds in setup.batches[:2])
     contexts = tuple(20 + index for index in range(len(setup.contexts)))
     return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts), contexts=contexts)

@@ -16,11 +16,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from rows.setups import with_layers
 
 from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import random_prompts
@@ -162,10 +165,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=170.0, help="seconds for everything; then it fails")
     parser.add_argument("--output")
+    parser.add_argument("--layers", type=int, help="of a shape, whose weights are drawn; otherwise all")
     add_engine_flags(parser)
     arguments = parser.parse_args()
     config = engine_config(arguments, recover=True, max_recoveries=100, audit_rate=0.0, log_level="warning")
-    asyncio.run(asyncio.wait_for(measure(arguments, Engine(config)), arguments.limit_s))
+    with tempfile.TemporaryDirectory() as directory:
+        config = with_layers(config, arguments.layers, directory)
+        asyncio.run(asyncio.wait_for(measure(arguments, Engine(config)), arguments.limit_s))
     return 0
 
 

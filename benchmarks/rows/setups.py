@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from _tests_path import ROOT
+from msgspec.structs import replace
+
+from overlap_spec.config import EngineConfig
 
 SHAPES = Path(os.path.relpath(ROOT / "benchmarks" / "shapes"))  # reports name it
 LONGEST = 114688  # tokens of a context
@@ -32,6 +35,24 @@ def plain_shape(name: str) -> Flags:
 def shape(name: str) -> Flags:
     """With a draft head."""
     return plain_shape(name) | {"speculative_draft_model_path": str(SHAPES / f"{name}-eagle3")}
+
+
+def smaller(model_path: str, directory: Path, sizes: Flags) -> str:
+    """The path of a shape whose text model has these sizes."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    of_text = config.get("text_config", config)
+    of_text |= sizes
+    target = directory / Path(model_path).name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config))
+    return str(target)
+
+
+def with_layers(config: EngineConfig, count: int | None, directory: str) -> EngineConfig:
+    """The engine of a shape's first `count` layers. None: all."""
+    if count is None:
+        return config
+    return replace(config, model_path=smaller(config.model_path, Path(directory), {"num_hidden_layers": count}))
 
 
 EIGHT_B = shape("llama-3.1-8b")
