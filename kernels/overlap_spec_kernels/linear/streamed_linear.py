@@ -30,7 +30,7 @@ _LARGE = 8 << 20  # bytes: reading a weight of this size takes longer than a lau
 _STAGES = {1024: 4, 512: 7, 256: 12}
 _GATED_STAGES = {512: 5, 256: 8}
 _FEW_ROWS, _FEW_ROWS_K = 8, 1024
-_FEW_COLUMNS = 128  # of a result: few programs, whose K is all asked for at once
+_FEW_COLUMNS = 128  # of a result: few programs, each with few rows, whose K is all asked for at once
 
 
 class Stream(NamedTuple):
@@ -86,7 +86,7 @@ class Stream(NamedTuple):
         )
 
 
-_TINY = Stream(16, 512, 8, 1, 5)
+_TINY = Stream(16, 512, 8, 1, 5, most_rows=_FEW_ROWS)
 
 
 def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
@@ -102,7 +102,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     if size_k % 64 or x.stride(0) % 8:
         return None
     if weight.nbytes < _LARGE:
-        if size_k % 512 == 0 and size_n <= _FEW_COLUMNS and x.shape[0] <= _FEW_ROWS and not gated:
+        if size_k % 512 == 0 and size_n <= _FEW_COLUMNS and not gated:
             return _TINY
         if size_k % 256 == 0:
             return Stream(16, 256, 4, 1, 6, late=True)
