@@ -35,17 +35,21 @@ CASES = {
     "one row": Sizes(1, 4, 512, 256),
     "an expert of all rows, eleven of them": Sizes(11, 3, 1024, 128),
     "three rows": Sizes(3, 2, 2048, 256, scale_rows=16),
-    "32 rows": Sizes(32, 2, 512, 128),
+    "32 rows, experts of many warps": Sizes(32, 2, 512, 128, experts=200),
 }
 
 
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    products._stream.cache_clear()
+    caches = products._stream, products._ring
+    for cache in caches:
+        cache.cache_clear()
     cuda_emulator.install(monkeypatch, products)
     monkeypatch.setattr(products, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 5)
     yield cuda_emulator
-    products._stream.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def stack_of(sizes: Sizes, rows: int, columns: int) -> QuantizedStack:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import QuantizedStack
-from overlap_spec_kernels.experts import quantized_products as products
+from overlap_spec_kernels.experts import products as lists, quantized_products as products
 from overlap_spec_kernels.experts.products import Places
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
-HIDDEN, INNER, EXPERTS = 512, 128, 4
+HIDDEN, INNER, EXPERTS = 512, 128, 64
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     products._tiles.cache_clear()
     cuda_emulator.install(monkeypatch, products)
     monkeypatch.setattr(products, "runs_hopper", lambda device: True)
-    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(products, "_TILED", 4)
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(products, "rows_by_expert", lambda x, places: guarded(x[order_of(places) // 2]))
     yield cuda_emulator
     products._tiles.cache_clear()
 
@@ -38,15 +40,38 @@ def stack_of(rows: int, columns: int) -> QuantizedStack:
 
 
 def places_of(num_rows: int) -> Places:
-    """Expert 0 has no row, 1 few, 2 the others, 3 all: more than a tile."""
-    experts = torch.full((num_rows, 2), 2)
-    experts[::9, 0] = 1
-    experts[:, 1] = 3
+    """Expert 31 has few rows, 40 the others, the last one all, which are more than a tile."""
+    experts = torch.full((num_rows, 2), 40)
+    experts[::9, 0] = 31
+    experts[:, 1] = EXPERTS - 1
     found = [(experts.flatten() == expert).nonzero()[:, 0] for expert in range(EXPERTS)]
     listed = torch.full((EXPERTS, num_rows), -(1 << 20), dtype=torch.int32)
     for row, each in zip(listed, found, strict=True):
         row[: len(each)] = each
     return Places(experts, torch.tensor([len(each) for each in found], dtype=torch.int32), listed)
+
+
+def order_of(places: Places) -> Tensor:
+    """All places, by expert."""
+    return torch.cat([row[:count] for row, count in zip(places.listed, places.counts, strict=True)]).long()
+
+
+@pytest.mark.parametrize("num_rows", [17, 64, 130])
+def test_places_are_listed_and_rows_lie_by_expert(
+    cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    lists._lists.cache_clear()
+    cuda_emulator.install(monkeypatch, lists)
+    monkeypatch.setattr(lists, "runs_hopper", lambda device: True)
+    experts = guarded(torch.stack([torch.randperm(99)[:3] for _ in range(num_rows)]))
+    wide = guarded(torch.randn(num_rows, 1104).to(BFLOAT))
+    cuda_emulator.written_before = [experts, wide]
+    found, x = lists.places_of(experts, 100), wide[:, :1096]
+    for expert, count in enumerate(found.counts.tolist()):
+        expected = (experts.flatten() == expert).nonzero()[:, 0]
+        assert found.listed[expert, :count].tolist() == expected.tolist()
+    assert torch.equal(lists.rows_by_expert(x, found), x[order_of(found) // 3])
+    lists._lists.cache_clear()
 
 
 def of_places(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
@@ -58,14 +83,13 @@ def of_places(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(2))
 def test_both_products(emulator: CudaEmulator, seed: int) -> None:
     weight, places, num_rows = stack_of(2 * INNER, HIDDEN), places_of(210), 210
-    wide = guarded(torch.randn(num_rows, HIDDEN + 8).to(BFLOAT))
-    x = wide[:, :HIDDEN]
+    x = torch.randn(num_rows, HIDDEN).to(BFLOAT)
+    rows = guarded(x[order_of(places) // 2])
     gate, up = of_places(x.repeat_interleave(2, dim=0), weight, places.experts).chunk(2, dim=1)
-    emulator.seed, emulator.written_before = seed, [wide]
+    emulator.seed, emulator.written_before = seed, [rows]
     by_expert = torch.full((2 * num_rows, INNER), torch.nan, dtype=BFLOAT)
-    products._multiply_tiles(x, weight, by_expert, places, 2, True)
-    order = torch.cat([row[:count] for row, count in zip(places.listed, places.counts, strict=True)]).long()
-    hidden = torch.empty_like(by_expert).index_copy_(0, order, by_expert)
+    products._multiply_tiles(rows, weight, by_expert, places, True)
+    hidden = torch.empty_like(by_expert).index_copy_(0, order_of(places), by_expert)
     error = (hidden - F.silu(gate) * up).abs().max() / gate.abs().max()
     assert error < 2**-7
     second = stack_of(HIDDEN, INNER)
@@ -96,4 +120,4 @@ def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.usefixtures("nvrtc")
 def test_it_compiles(gated: bool) -> None:
-    assert products.code_of_tiles(gated, 513)._compile()
+    assert products.code_of_tiles(gated, 513, 2)._compile()

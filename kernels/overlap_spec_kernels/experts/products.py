@@ -2,7 +2,7 @@
 
 A tile has rows of one expert. Where x has few rows, a program finds out which ones by itself: there is a tile for each
 place, and the first place of an expert has all rows of x that have chosen it; tiles of its other places end at once.
-Otherwise `group_kernel` has listed each expert's places before.
+Otherwise each expert's places are listed before, on Hopper by expert_lists.cu.
 
 Tensor cores add the columns of a product in one order in tiles of every size. So a row's result has the same bits
 wherever it is, and whatever rows are beside it. Weights of few bits have kernels of their own (`quantized_products.py`,
@@ -12,6 +12,9 @@ scaled by its scale, and groups follow one another.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,11 +22,11 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 FEW_ROWS = 16  # rows of x up to which tiles need no list
 _GROUP_BLOCK = 1024  # places that a program looks at together
-_MANY_PAIRS = 16384  # from which on a program looks for two experts at once: all programs read all places
-_MANY_GROUPS = 2, 2048, 8  # experts, places, warps
+_LISTED_ROWS, _LISTING_THREADS, _MOST_EXPERTS = 64, 1024, 1024  # of expert_lists.cu
 _MOST_K = 128  # columns of a step
 
 
@@ -80,12 +83,44 @@ def places_of(experts: Tensor, num_experts: int) -> Places:
         return Places(experts, experts, experts)
     counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     listed = torch.empty((num_experts, num_rows), dtype=torch.int32, device=experts.device)
-    each, block, warps = _MANY_GROUPS if pairs >= _MANY_PAIRS else (1, _GROUP_BLOCK, 4)
-    group_kernel[(ceil_div(num_experts, each),)](
-        experts, counts, listed, num_rows, pairs, num_experts, BLOCK=block, EACH=each, num_warps=warps,
-        **dependent_launch(experts.device, num_rows),
-    )  # fmt: skip
+    if runs_hopper(experts.device) and num_experts <= _MOST_EXPERTS:
+        pointers = experts.data_ptr(), counts.data_ptr(), listed.data_ptr(), None, None
+        work = _Lists(*pointers, num_rows, num_experts, 0, 0)
+        _lists("list_places", experts.shape[1], experts.device).launch(ceil_div(num_rows, _LISTED_ROWS), (work,))
+    else:
+        group_kernel[(num_experts,)](
+            experts, counts, listed, num_rows, pairs, BLOCK=_GROUP_BLOCK, **dependent_launch(experts.device, num_rows)
+        )
     return Places(experts, counts, listed)
+
+
+class _Lists(ctypes.Structure):
+    """`Work` of expert_lists.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("experts", "counts", "listed", "x", "out")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_experts", "x_stride", "pieces")),
+    )
+
+
+@functools.cache
+def _lists(name: str, top_k: int, device: torch.device) -> CudaKernel:
+    code = CudaCode(Path(__file__).parent / "cuda" / "expert_lists.cu", (f"TOP_K={top_k}",))
+    return CudaKernel(code, name, _LISTING_THREADS, 0)
+
+
+def rows_by_expert(x: Tensor, places: Places) -> Tensor:
+    """The row of each listed place, those of an expert side by side: on Hopper. Rows have whole 16 bytes.
+
+    Shapes: x [T, I] -> [T * k, I]. Sync: never.
+    """
+    (num_rows, top_k), size, experts = places.experts.shape, x.shape[1] * x.element_size(), len(places.listed)
+    out = torch.empty((num_rows * top_k, x.shape[1]), dtype=x.dtype, device=x.device)
+    stride = x.stride(0) * x.element_size()
+    pointers = places.experts.data_ptr(), None, None, x.data_ptr(), out.data_ptr()
+    work = _Lists(*pointers, num_rows, experts, stride // 16, size // 16)
+    _lists("gather_rows", top_k, x.device).launch(ceil_div(num_rows, _LISTED_ROWS), (work,))
+    return out
 
 
 def multiply(
@@ -142,28 +177,18 @@ def multiply(
 @TritonKernel.with_options(do_not_specialize=("num_rows", "pairs"))
 def group_kernel(
     experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, pairs: int,
-    num_experts: int, BLOCK: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per one or two experts: where each is chosen, ascending, and how often.
-
-    Two are counted at once, in the halves of a number.
-    """
-    expert = tl.program_id(0) * EACH
-    count, other = 0, 0
+    """One program per expert: where it is chosen, ascending, and how often."""
+    expert, count = tl.program_id(0), 0
     wait_for_inputs(PDL)
     for begin in range(0, pairs, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        offset = tl.load(experts_ptr + place, mask=place < pairs, other=-1).to(tl.int32) - expert
-        mine, shift = (offset >= 0) & (offset < EACH), (offset & (EACH - 1)) * 16
-        one = tl.where(mine, 1 << shift, 0)
-        rank = tl.where(shift > 0, other, count) + ((tl.cumsum(one, axis=0) >> shift) & 65535) - 1
-        to = places_ptr + (expert + (offset & (EACH - 1))).to(tl.int64) * num_rows + rank
-        tl.store(to, place, mask=mine)
-        total = tl.sum(one, axis=0)
-        count, other = count + (total & 65535), other + (total >> 16)
+        mine = (tl.load(experts_ptr + place, mask=place < pairs, other=-1) == expert).to(tl.int32)
+        rank = count + tl.cumsum(mine, axis=0) - 1
+        tl.store(places_ptr + expert.to(tl.int64) * num_rows + rank, place, mask=mine > 0)
+        count += tl.sum(mine, axis=0)
     tl.store(counts_ptr + expert, count)
-    if EACH > 1:
-        tl.store(counts_ptr + expert + 1, other, mask=expert + 1 < num_experts)
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from overlap_spec_kernels.experts.products import (
     Tile,
     gate_of,
     listed_tile,
+    rows_by_expert,
     tile_of_expert,
     tile_of_place,
     wait_for_choice,
@@ -51,7 +53,9 @@ TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
 _TILED = 64  # rows of an expert on average from which it multiplies
 _NUMBERS = 64, 128, 160, 192  # of rows of x, of which a tile takes the least that suffices
 _SLICES, _STAGES, _PIECE = 2, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
-_BOX = 32  # rows of x that are copied at once, of the second product
+_BOX = 32  # rows of x that are copied at once
+_COLUMNS = {True: 64, False: 128}  # of the result, of a program, by whether it is gated
+_CLUSTER = 2  # programs that share rows of x
 
 
 class ManyRows(NamedTuple):
@@ -172,9 +176,8 @@ class _Tiles(ctypes.Structure):
     """`Work` of expert_tiles.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "scales", "counts", "listed", "out")),
-        *((name, ctypes.c_int) for name in ("x_stride", "size_n", "num_rows", "chunks", "shared")),
-        *((name, ctypes.c_int) for name in ("scale_columns", "scale_rows")),
+        *((name, ctypes.c_void_p) for name in ("scales", "counts", "listed", "out")),
+        *((name, ctypes.c_int) for name in ("size_n", "num_rows", "chunks", "scale_columns", "scale_rows")),
     )
 
 
@@ -190,32 +193,34 @@ def takes_tiles(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, places
 def multiply_tiles(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, places: Places) -> Tensor:
     """Both products of each place. Shapes: x [T, I], gate_up [E, 2 J, I], down [E, I, J] -> [T * k, I]. Sync: never."""
     (_, size, inner), pairs = down.shape, places.experts.numel()
-    middle, out = (torch.empty((pairs, columns), dtype=x.dtype, device=x.device) for columns in (inner, size))
-    _multiply_tiles(x, gate_up, middle, places, places.experts.shape[1], True)
-    _multiply_tiles(middle, down, out, places, 1, False)
+    middle = x.new_empty(pairs, inner)
+    _multiply_tiles(rows_by_expert(x, places), gate_up, middle, places, True)
+    out = x.new_empty(pairs, size)  # where these rows of x were
+    _multiply_tiles(middle, down, out, places, False)
     return out
 
 
-def _multiply_tiles(x: Tensor, weight: QuantizedStack, out: Tensor, places: Places, shared: int, gated: bool) -> None:
-    """Write the product of each place to `out`; of the gated one `shared` places have one row of x. Sync: never."""
-    (num_experts, _, size_k), scales = weight.shape, weight.packing.scales
-    read = (each.data_ptr() for each in (x, scales, places.counts, places.listed, out))
-    sizes = x.stride(0), out.shape[1], len(places.experts), size_k // 128, shared
-    work = _Tiles(*read, *sizes, scales.shape[2], weight.packing.scale_rows)
+def _multiply_tiles(x: Tensor, weight: QuantizedStack, out: Tensor, places: Places, gated: bool) -> None:
+    """Write the products of rows that lie by expert: if gated so as well, else by place. Sync: never."""
+    (num_experts, _, size_k), scales, size_n = weight.shape, weight.packing.scales, out.shape[1]
+    read = (each.data_ptr() for each in (scales, places.counts, places.listed, out))
+    sizes = size_n, len(places.experts), size_k // 128, scales.shape[2], weight.packing.scale_rows
     maps = tensor_map(weight.data.view(-1, size_k), 64, 128), tensor_map(x, _BOX, 64)
-    _tiles(gated, num_experts, x.device).launch(num_multiprocessors(x.device), (*maps, work))
+    cluster = math.gcd(size_n // _COLUMNS[gated], _CLUSTER)
+    programs = num_multiprocessors(x.device) // cluster * cluster
+    _tiles(gated, num_experts, cluster, x.device).launch(programs, (*maps, _Tiles(*read, *sizes)))
 
 
 @functools.cache
-def _tiles(gated: bool, num_experts: int, device: torch.device) -> CudaKernel:
-    stage, staged = (_NUMBERS[-1] * 2 + 128) * 128, 2 * _PIECE * ((64 if gated else 128) + 16)
-    return CudaKernel(code_of_tiles(gated, num_experts), "expert_tiles", 3 * 128, _STAGES * stage + staged)
+def _tiles(gated: bool, num_experts: int, cluster: int, device: torch.device) -> CudaKernel:
+    stage, staged = (_NUMBERS[-1] * 2 + 128) * 128, 2 * _PIECE * (_COLUMNS[gated] + 16)
+    return CudaKernel(code_of_tiles(gated, num_experts, cluster), "expert_tiles", 3 * 128, _STAGES * stage + staged)
 
 
-def code_of_tiles(gated: bool, num_experts: int) -> CudaCode:
+def code_of_tiles(gated: bool, num_experts: int, cluster: int) -> CudaCode:
     """What expert_tiles.cu is compiled from."""
     sizes = {"GATED": int(gated), "EXPERTS": num_experts, "MOST": _NUMBERS[-1], "PIECE": _PIECE}
-    sizes |= {"SLICES": _SLICES, "STAGES": _STAGES}
+    sizes |= {"SLICES": _SLICES, "STAGES": _STAGES, "CLUSTER": cluster, "BOX": _BOX}
     defines = tuple(f"{key}={value}" for key, value in sizes.items())
     return CudaCode(TILES_SOURCE, defines, (("wgmma.h", _wgmma_header(_NUMBERS)),))
 

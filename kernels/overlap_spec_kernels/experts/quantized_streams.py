@@ -1,8 +1,8 @@
 """Products of rows with the matrices of their experts in float8 with scales of blocks, of few rows, in CUDA C++.
 
 The kernels of expert_stream.cu ask for more of W at once than `quantized_products.py`, and have its bits. Up to 32 rows
-of x the second product adds up each row's experts. Of more rows tiles of 8 places are listed, with up to 8 rows of an
-expert on average.
+of x the second product adds up each row's experts; the first one of 8 to 32 rows is expert_ring.cu's, whose programs
+have equal shares. Of more rows tiles of 8 places are listed, with up to 8 rows of an expert on average.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from overlap_spec_kernels.experts.products import Places
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import PART, Routing, squares_of
+from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.norm.normed import Norm, Normed
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map, runs_hopper
 
@@ -26,6 +27,9 @@ SOURCE = Path(__file__).parent / "cuda" / "expert_stream.cu"
 _MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
 _GATE_WARPS = 8, 16  # that divide K, at most, with one row and with several
 _GATE_COLUMNS, _GATE_TILES = 8, (1, 8)  # of gate and up at a time, and how often
+RING_SOURCE = SOURCE.with_name("expert_ring.cu")
+_LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring
+_RING_WARPS, _RING_STAGES, _SLOTS = 16, 3, 2  # at most; of tiles of W, and of sums
 _LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
 _SUM_TILES = 4  # of 16 columns, of a program of several rows
 _SHARED = 210 << 10  # bytes of a program at most
@@ -69,6 +73,37 @@ class _Shape(NamedTuple):
         return self.warps * (16 * self.stages * of_w + self.rows * (256 * self.groups + 16))
 
 
+class _RingWork(ctypes.Structure):
+    """`Work` of expert_ring.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scales", "x", "experts", "out")),
+        *((name, ctypes.c_int) for name in ("x_stride", "size_n", "num_rows")),
+        *((name, ctypes.c_int) for name in ("scale_columns", "scale_rows", "num_experts")),
+    )
+
+
+class _Ring(NamedTuple):
+    """Of a program of expert_ring.cu."""
+
+    groups: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, weight: QuantizedStack) -> _Ring:
+        """As many stages as there is room for."""
+        blocks = weight.shape[2] // 128
+        warps = math.gcd(blocks, _RING_WARPS)
+        room = _SHARED // blocks - _SLOTS * 512
+        return cls(blocks // warps, warps, min(room // (16 * 128), _RING_STAGES))
+
+    @property
+    def num_bytes(self) -> int:
+        """Tiles of W, and their sums."""
+        return self.groups * self.warps * (self.stages * 16 * 128 + _SLOTS * 512)
+
+
 def _gate_shape(weight: QuantizedStack, num_rows: int) -> _Shape:
     """Columns of a program have the same scales."""
     (_, rows, size_k), several = weight.shape, num_rows > 1
@@ -85,9 +120,11 @@ def _sum_shape(weight: QuantizedStack, num_rows: int, top_k: int) -> _Shape:
 
 
 def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
-    """Whether the first product is one of expert_stream.cu. Shapes: x [T, I], experts [T, k]."""
-    _, rows, size_k = weight.shape
+    """Whether the first product is one of these. Shapes: x [T, I], experts [T, k]."""
+    num_experts, rows, size_k = weight.shape
     whole = size_k % 256 == 0 and rows // 2 % _GATE_COLUMNS == 0  # two warps, whose threads finish 8 rows
+    if len(experts) >= _LEAST_IN_RING:
+        whole = whole and num_experts <= _MOST_EXPERTS and _Ring.of(weight).stages > 1
     return whole and _streams(x, weight, experts, _gate_shape(weight, len(experts)))
 
 
@@ -126,8 +163,27 @@ def _boxes(weight: QuantizedStack, shape: _Shape) -> TensorMap:
 
 def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
     """silu(gate) * up of every place. Shapes: x [T, I], experts [T, k] -> [T * k, O / 2]. Sync: never."""
+    if len(experts) >= _LEAST_IN_RING:
+        return _multiply_in_ring(x, weight, experts)
     shape, places = _gate_shape(weight, len(experts)), Places(experts, experts, experts)
     return _multiply_rows(x, weight, places, shape, experts.shape[1], experts.numel())
+
+
+def _multiply_in_ring(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
+    """`multiply_few` of 8 rows and more."""
+    (num_experts, rows, _), (num_rows, top_k), packing = weight.shape, experts.shape, weight.packing
+    ring, scales, out = _Ring.of(weight), packing.scales, x.new_empty(experts.numel(), rows // 2)
+    read = (each.data_ptr() for each in (scales, x, experts, out))
+    sizes = x.stride(0), rows // 2, num_rows, scales.shape[2], packing.scale_rows, num_experts
+    boxes = _boxes(weight, _Shape(ring.groups, ring.warps, whole=1))
+    _ring(ring, top_k, x.device).launch(num_multiprocessors(x.device), (boxes, _RingWork(*read, *sizes)))
+    return out
+
+
+@functools.cache
+def _ring(ring: _Ring, top_k: int, device: torch.device) -> CudaKernel:
+    defines = f"GROUPS={ring.groups}", f"WARPS={ring.warps}", f"STAGES={ring.stages}", f"TOP_K={top_k}"
+    return CudaKernel(CudaCode(RING_SOURCE, defines), "gate_ring", 32 * (ring.warps + 3), ring.num_bytes)
 
 
 def _multiply_rows(

@@ -19,7 +19,7 @@ from overlap_spec_kernels.experts.experts_mlp import (
     experts_add_reference,
     experts_mlp_reference,
 )
-from overlap_spec_kernels.experts.products import Clamp, Places, group_kernel, tile_of
+from overlap_spec_kernels.experts.products import Clamp, Places, places_of, tile_of
 from overlap_spec_kernels.experts.route import (
     Common,
     Rows,
@@ -88,15 +88,12 @@ def test_the_sum_with_biases(clamp: Clamp | None) -> None:
 
 
 def test_groups_of_more_places_than_a_program_looks_at_together() -> None:
-    """Of one expert a program, and of two, of which the last program has one."""
     routing = routing_of(700, 9, 2)
     expected = dict(expert_rows(routing.experts, 9))
-    for each in (1, 2):
-        counts, places = torch.full((9,), -1, dtype=torch.int32), torch.zeros((9, 700), dtype=torch.int32)
-        group_kernel[(-(-9 // each),)](routing.experts, counts, places, 700, 1400, 9, BLOCK=512, EACH=each, PDL=False)
-        assert counts.tolist() == [len(expected.get(expert, ())) for expert in range(9)] and counts[8] == 0
-        for expert, rows in expected.items():
-            assert torch.equal(places[expert, : len(rows)].long(), rows)
+    found = places_of(routing.experts, 9)
+    assert found.counts.tolist() == [len(expected.get(expert, ())) for expert in range(9)] and found.counts[8] == 0
+    for expert, rows in expected.items():
+        assert torch.equal(found.listed[expert, : len(rows)].long(), rows)
 
 
 @pytest.mark.parametrize("num_rows", [80, 300])

@@ -27,6 +27,7 @@
 #include "hopper.cuh"
 
 #include "expert_sum.cuh"
+#include "expert_values.cuh"
 
 // What the kernels are given beside the map of W; the same fields in quantized_products.py.
 struct Work {
@@ -56,18 +57,6 @@ constexpr int HALF = 8 * (BOXES ? (WHOLE ? WARPS : 1) * COLUMNS : PITCH);  // of
 static_assert(BOXES || !WHOLE);
 constexpr int X_PITCH = 2 * COLUMNS + 16;
 constexpr int X_AT = (WHOLE ? 1 : WARPS) * STAGES * 2 * HALF;  // a warp's columns of rows of x, after all of W
-
-// Two of the four values in a word, in bfloat16. Their exponents are 120 too small at first; NaN becomes 480.
-template <u32 BYTES>
-__device__ __forceinline__ u32 widened(u32 word) {
-    u32 values;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(values) : "r"(word), "r"(0), "n"(BYTES));
-    values = static_cast<u32>(static_cast<int>(values) >> 4) & 0x87f087f0;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(values) : "r"(values), "r"(0x7b807b80));
-    return values;
-}
-
-constexpr u32 FIRST_TWO = 0x1804, LAST_TWO = 0x3a24;  // bytes 1, 0 and 3, 2, each above zeros or the lower one's sign
 
 // 16 rows of W, of which a warp has some columns; its columns of some rows of x, and the products of both.
 struct Tile {
@@ -133,21 +122,6 @@ struct Tile {
     }
 };
 
-// The sums of a block: rows g and g + 8 of W with columns 2 t and 2 t + 1 of x.
-__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&words)[4][4], const uint2 (&columns)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        u32 upper = words[i / 2][i % 2 * 2], lower = words[i / 2][i % 2 * 2 + 1];
-        u32 a[4] = {
-            widened<FIRST_TWO>(upper), widened<FIRST_TWO>(lower), widened<LAST_TWO>(upper), widened<LAST_TWO>(lower)
-        };
-        u32 b[2] = {columns[i].x, columns[i].y};
-        multiply16(sums, a, b);
-    }
-}
-
 // `take(group, sums)` of each block of the warp, two of which are multiplied at once.
 template <class Take>
 __device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int row, Take take) {
@@ -166,8 +140,8 @@ __device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int ro
     }
 }
 
-// Up to 8 rows of x that have chosen an expert, as columns of a product. Without lists a place that is the first, the
-// ninth, .. of its expert has columns: its own, and those of the next seven.
+// Up to 8 rows of x that have chosen an expert, as columns of a product. Without lists x has no more than 8, and the
+// first place of an expert has the columns of all.
 struct Columns {
     int count = 1, own;  // place of the lane's own column
     long long expert;
@@ -179,8 +153,7 @@ struct Columns {
             for (int i = 0; i < TOP_K; ++i)
                 if (row < work.num_rows && work.experts[row * TOP_K + i] == expert) at = row * TOP_K + i;
             u32 rows = __ballot_sync(0xffffffff, at >= 0), before = (1u << place / TOP_K) - 1;
-            count = __popc(rows & before) % 8 ? 0 : min(__popc(rows & ~before), 8);
-            rows &= ~before;
+            count = rows & before ? 0 : __popc(rows);
             int of_column = place / TOP_K;
 #pragma unroll
             for (int column = 0; column < 8; ++column, rows &= rows - 1)
@@ -285,7 +258,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) sum_down(
+// Of several rows it begins beside expert_ring.cu, if it takes no more registers than that leaves.
+#if BOXES
+#define REGISTERS __maxnreg__(72)
+#else
+#define REGISTERS __launch_bounds__(32 * WARPS)
+#endif
+
+extern "C" __global__ void REGISTERS sum_down(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char memory[];

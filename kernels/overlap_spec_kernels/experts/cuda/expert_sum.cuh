@@ -4,15 +4,7 @@
 // A file that includes this has named TOP_K, SHARED and WIDE, and a `Work` with what is read and written here.
 #pragma once
 
-#include "hopper.cuh"
-
-__device__ __forceinline__ float bfloat16(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 result;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
-    return result;
-}
+#include "bfloat16.cuh"
 
 // What is added to the results of 16 columns of a row, of which each of the first 16 threads has one.
 struct Added {

@@ -3,54 +3,55 @@
 // A program has 128 rows of W and up to MOST rows of x of one expert at a time. W is the left operand of a warpgroup's
 // products, 64 rows of it: a thread reads its values from shared memory, widens them, and multiplies from registers,
 // while the values before are multiplied. x is the right operand. The tensor cores have as many rows of x as the tile
-// has, rounded up to one of the numbers that `wgmma.h` is written for. One warpgroup copies, two multiply.
+// has, rounded up to one of the numbers that `wgmma.h` is written for. One warp copies, two warpgroups multiply.
 //
-// The gated product finds rows of x where they are, and writes its results by expert, where rows of a tile are neighbours.
-// So the copy engine brings them to the second product, which writes results by place.
+// Rows of x lie by expert, so those of a tile are neighbours. The programs of a cluster have the same rows of x and
+// neighbouring rows of W: each brings a part of x to all of them, so that the L2 cache gives it once. The gated product
+// writes its results by expert, for the second one, which writes by place.
 //
 //     ring    [stage] | x: 2 x [MOST, 64] swizzled by 128 bytes | W: [128, 128] float8, swizzled too |
-//     full    of a stage: W has arrived, and x; of the gated product, each copying thread's part of x
-//     empty   of a stage: the multiplying warps have read it
+//     full    of a stage: W has arrived, and x from all programs of the cluster
+//     empty   of a stage: the multiplying warps of all programs of the cluster have read it
 //
 // Of gate and up a thread has the same column, in rows g and g + 8 of its product. Sums of 128 columns are scaled and
 // added in their order; the tensor cores add 16 columns at a time, as all kernels of quantized_products.py have it.
 //
 // The command line defines the names below. Where it is launched: quantized_products.py.
 //
-//     GATED   1: silu(gate) * up        MOST    rows of x, at most       EXPERTS
-//     STAGES  of the ring               SLICES  of 16 columns, widened at once        PIECE  rows staged at once
+//     GATED    1: silu(gate) * up        MOST    rows of x, at most       EXPERTS
+//     STAGES   of the ring               SLICES  of 16 columns, widened at once        PIECE  rows staged at once
+//     CLUSTER  programs of it           BOX     rows of x that are copied at once
 
 #include "hopper.cuh"
 #include "wgmma.h"  // multiply(sums, w, x, add) for each number of rows; FOR_ROWS(do)
 
-// What the kernel is given beside the map of W; the same fields in quantized_products.py.
+// What the kernel is given beside the maps of W and x; the same fields in quantized_products.py.
 struct Work {
-    const u16* x;         // rows x_stride apart; of the gated product
     const float* scales;  // [E, I / 128, scale_columns]
     const int* counts;    // [E]
     const int* listed;    // [E, T]: places
     u16* out;             // [T * k, N], by expert or by place
-    int x_stride;
     int size_n;           // columns of the result
     int num_rows;         // T
     int chunks;           // of 128 columns of K
-    int shared;           // places that have one row of x
     int scale_columns, scale_rows;
 };
 
 constexpr int DEPTH = 128, HALF = MOST * 128;
 constexpr int X_BYTES = 2 * HALF, W_BYTES = 128 * DEPTH, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int UNITS = DEPTH / 16 / SLICES, BOX = 32;  // rows of x that are copied at once
+constexpr int UNITS = DEPTH / 16 / SLICES;
 constexpr int BLOCK = GATED ? 64 : 128;       // columns of the result
 constexpr int OF_GROUP = BLOCK / 2;           // of a warpgroup
 constexpr int PITCH = OF_GROUP * 2 + 16;      // bytes of a staged row: rows lie in different banks
+constexpr int EACH = (EXPERTS + 31) / 32;     // experts among which a lane looks
+static_assert(EACH <= 32);
 static_assert(UNITS % 2 == 0, "operands of units alternate between two sets of registers");
 
 struct Shared {
     u64 full[STAGES], empty[STAGES];
     int ends[EXPERTS];   // number of tiles of an expert and of all before it
-    int counts[EXPERTS]; // of places of all experts before it
-    int rows[2][MOST];   // of x, of a tile and the next one
+    int counts[EXPERTS + 1]; // of places of all experts before it
+    int places[2][MOST]; // of a warpgroup's tile
 };
 
 struct Place {
@@ -65,21 +66,20 @@ struct Place {
     }
 };
 
-// A tile of an expert's places, all of whose tiles are about as large, and a block of the result's columns.
+// A tile of an expert's places, all of whose tiles are about as large, and a block of the result's columns. A warp looks
+// for it, in two steps.
 struct Item {
     int expert, block, first, live;
 
     __device__ __forceinline__ Item(const Work& work, const Shared& shared, int number) {
-        int blocks = work.size_n / BLOCK, tile = number / blocks, low = 0, high = EXPERTS - 1;
-        block = number % blocks;
-        while (low < high) {
-            int middle = (low + high) / 2;
-            if (shared.ends[middle] > tile) high = middle;
-            else low = middle + 1;
-        }
-        expert = low;
-        int before = low > 0 ? shared.ends[low - 1] : 0, tiles = shared.ends[low] - before, count = work.counts[low];
-        int share = ((count + tiles - 1) / tiles + 7) / 8 * 8;
+        int blocks = work.size_n / (BLOCK * CLUSTER), tile = number / blocks, lane = threadIdx.x % 32;
+        block = number % blocks * CLUSTER + rank_in_cluster();
+        u32 behind = __ballot_sync(0xffffffff, shared.ends[min((lane + 1) * EACH, EXPERTS) - 1] > tile);
+        expert = (__ffs(behind) - 1) * EACH;
+        behind = __ballot_sync(0xffffffff, shared.ends[min(expert + lane, EXPERTS - 1)] > tile);
+        expert += __ffs(behind) - 1;
+        int before = expert > 0 ? shared.ends[expert - 1] : 0, tiles = shared.ends[expert] - before;
+        int count = shared.counts[expert + 1] - shared.counts[expert], share = ((count + tiles - 1) / tiles + 7) / 8 * 8;
         first = (tile - before) * share;
         live = min(share, count - first);
     }
@@ -113,29 +113,14 @@ __device__ __forceinline__ void count_tiles(const Work& work, Shared& shared) {
             if (e < EXPERTS) numbers[e] = threadIdx.x < 32 ? sum : sum - own;
             before = __shfl_sync(0xffffffff, sum, 31);
         }
+        if (threadIdx.x == 32) numbers[EXPERTS] = before;
     }
     __syncthreads();
 }
 
-// ---- the warpgroup that copies ----
+// ---- the warp that copies ----
 
-__device__ __forceinline__ void copy_16(u32 target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void arrived(u64* full) {
-    show_to_copies();
-    arrive(full);
-}
-
-// `more`: bytes that are copied beside W.
+// `more`: bytes that arrive beside W.
 __device__ __forceinline__ void copy_w(
     const TensorMap* map, const Work& work, const Item& item, u32 to, u64* full, int c, int more
 ) {
@@ -145,58 +130,27 @@ __device__ __forceinline__ void copy_w(
     copy_tile(to + W_BYTES / 2, map, full, c * DEPTH, row + (GATED ? work.size_n : 64));
 }
 
-// Of the second product, whose tiles have their rows side by side: one thread.
-__device__ __forceinline__ void copy_tiles(
+__device__ __forceinline__ void copy_all(
     const TensorMap* w_map, const TensorMap* x_map, const Work& work, char* ring, Shared& shared_, int items
 ) {
+    constexpr u16 TO_ALL = (1 << CLUSTER) - 1;
     Place place;
-    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+    int own = rank_in_cluster() * BOX;
+    for (int number = blockIdx.x / CLUSTER; number < items; number += gridDim.x / CLUSTER) {
         Item item(work, shared_, number);
-        int all = rounded_rows(item.live);
+        int all = rounded_rows(item.live), begin = item.begin(shared_);
         for (int c = 0; c < work.chunks; ++c, place.advance()) {
             u64* full = &shared_.full[place.stage];
             u32 stage = shared(ring + place.stage * STAGE_BYTES);
             wait(&shared_.empty[place.stage], place.parity ^ 1);
+            if (threadIdx.x > 0) continue;
             copy_w(w_map, work, item, stage + X_BYTES, full, c, all * 256);
-            for (int row = 0; row < all; row += BOX) {
-                copy_tile(stage + row * 128, x_map, full, c * DEPTH, item.begin(shared_) + row);
-                copy_tile(stage + HALF + row * 128, x_map, full, c * DEPTH + 64, item.begin(shared_) + row);
+            for (int row = own; row < all; row += CLUSTER * BOX) {
+                send_tile(stage + row * 128, x_map, full, c * DEPTH, begin + row, TO_ALL);
+                send_tile(stage + HALF + row * 128, x_map, full, c * DEPTH + 64, begin + row, TO_ALL);
             }
         }
     }
-}
-
-__device__ __forceinline__ void copy_all(
-    const TensorMap* map, const Work& work, char* ring, Shared& shared_, int items
-) {
-    Place place;
-    u64* before = nullptr;
-    int thread = threadIdx.x, part = thread % 16, row = thread / 16, turn = 0;
-    u32 at = part / 8 * HALF + row * 128 + ((part % 8) ^ row) * 16;
-    for (int number = blockIdx.x; number < items; number += gridDim.x, turn ^= 1) {
-        Item item(work, shared_, number);
-        int* rows = shared_.rows[turn];
-        const int* places = item.places(work);
-        for (int i = thread; i < MOST; i += 128) rows[i] = places[min(i, item.live - 1)] / work.shared;
-        meet_threads(1, 128);
-        int all = rounded_rows(item.live);
-        for (int c = 0; c < work.chunks; ++c, place.advance()) {
-            u64* full = &shared_.full[place.stage];
-            u32 stage = shared(ring + place.stage * STAGE_BYTES);
-            wait(&shared_.empty[place.stage], place.parity ^ 1);
-            if (thread == 0) copy_w(map, work, item, stage + X_BYTES, full, c, 0);
-            const u16* from = work.x + c * DEPTH + part * 8;
-#pragma unroll 4
-            for (int i = row; i < all; i += 8)
-                copy_16(stage + at + (i - row) * 128, from + static_cast<long long>(rows[i]) * work.x_stride);
-            commit_copies();
-            wait_copies<1>();
-            if (before != nullptr) arrived(before);
-            before = full;
-        }
-    }
-    wait_copies<0>();
-    if (before != nullptr) arrived(before);
 }
 
 // ---- the warpgroups that multiply ----
@@ -254,15 +208,20 @@ __device__ __forceinline__ void store_across(u32 address, u32 a, u32 b, u32 c, u
 // Rows of the result in pieces through shared memory, so that neighbouring threads write neighbouring columns.
 template <int SUMS>
 __device__ __forceinline__ void finish(
-    const float (&y)[SUMS], const Work& work, const Item& item, const Shared& shared_, char* staged, int group
+    const float (&y)[SUMS], const Work& work, const Item& item, Shared& shared_, const int (&place_of)[2], char* staged,
+    int group
 ) {
     constexpr int ROWS = 2 * SUMS, MATRICES = ROWS / 8, ACROSS = GATED ? 4 : 2, THREADS = OF_GROUP / 8;
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const int* places = item.places(work);
+    int* places = shared_.places[group];
     u16* out = work.out + item.block * BLOCK + group * OF_GROUP + thread % THREADS * 8;
 #pragma unroll
     for (int begin = 0; begin < MATRICES; begin += PIECE / 8) {
         meet_threads(2 + group, 128);  // the piece before is read
+        if (!GATED && begin == 0) {
+            places[thread] = place_of[0];
+            if (thread + 128 < MOST) places[thread + 128] = place_of[1];
+        }
 #pragma unroll
         for (int step = 0; step < PIECE / 8; step += ACROSS) {
             if (begin + step >= MATRICES) continue;
@@ -319,6 +278,13 @@ __device__ __forceinline__ void multiply_item(
     float y[SUMS] = {}, part[SUMS] = {}, upper = 0.0f, lower = 0.0f;
     u32 w[2][SLICES][4];
     u64* read = nullptr;
+    int thread = threadIdx.x % 128, place_of[2] = {};  // of the second product: read now, needed in the end
+    // The second warpgroup begins behind the first one's products, so that one adds up while the other one multiplies. The
+    // ring keeps them within STAGES chunks of each other, so an item must have more.
+    bool are_apart = work.chunks > STAGES;
+    if (!GATED) {
+        for (int i = 0; i < 2; ++i) place_of[i] = item.places(work)[min(thread + i * 128, item.live - 1)];
+    }
     for (int c = 0; c < work.chunks; ++c, place.advance()) {
         const char* stage = ring + place.stage * STAGE_BYTES;
         float next_upper = uppers[c * work.scale_columns], next_lower = lowers[c * work.scale_columns];
@@ -326,18 +292,21 @@ __device__ __forceinline__ void multiply_item(
         widen<0>(w[0], stage + lane, swizzle);
         if (c > 0) {
             wait_products<0>();
-            if (threadIdx.x % 32 == 0) arrive(read);
+            if (threadIdx.x % 32 < CLUSTER) arrive_at(read, threadIdx.x % 32);
             add_chunk(y, part, upper, lower);
+        } else if (group == 1 && are_apart) {
+            meet_threads(4, 256);
         }
         multiply_units<0>(part, w, stage, lane, swizzle);
+        if (c == 0 && group == 0 && are_apart) pass_threads(4, 256);
         read = &shared_.empty[place.stage];
         upper = next_upper;
         lower = next_lower;
     }
     wait_products<0>();
-    if (threadIdx.x % 32 == 0) arrive(read);
+    if (threadIdx.x % 32 < CLUSTER) arrive_at(read, threadIdx.x % 32);
     add_chunk(y, part, upper, lower);
-    finish(y, work, item, shared_, staged, group);
+    finish(y, work, item, shared_, place_of, staged, group);
 }
 
 __device__ __forceinline__ void multiply_all(
@@ -346,7 +315,7 @@ __device__ __forceinline__ void multiply_all(
     int group = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
     staged += group * PIECE * PITCH;
     Place place;
-    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+    for (int number = blockIdx.x / CLUSTER; number < items; number += gridDim.x / CLUSTER) {
         Item item(work, shared_, number);
         switch (rounded_rows(item.live)) {
 #define CASE(N) \
@@ -356,28 +325,30 @@ __device__ __forceinline__ void multiply_all(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) expert_tiles(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1) expert_tiles(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char ring[];
     __shared__ Shared shared_;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            set_up(&shared_.full[stage], GATED ? 129 : 1);
-            set_up(&shared_.empty[stage], 8);
+            set_up(&shared_.full[stage], 1);
+            set_up(&shared_.empty[stage], 8 * CLUSTER);
         }
+        show_barriers_to_cluster();
         show_to_copies();
     }
+    meet_cluster();
     wait_for_kernels_before();
     let_next_begin();
     count_tiles(work, shared_);
-    int items = shared_.ends[EXPERTS - 1] * (work.size_n / BLOCK);
+    int items = shared_.ends[EXPERTS - 1] * (work.size_n / (BLOCK * CLUSTER));
     if (threadIdx.x < 128) {
         give_registers<24>();
-        if (GATED) copy_all(&w_map, work, ring, shared_, items);
-        else if (threadIdx.x == 0) copy_tiles(&w_map, &x_map, work, ring, shared_, items);
+        if (threadIdx.x < 32) copy_all(&w_map, &x_map, work, ring, shared_, items);
     } else {
         take_registers<240>();
         multiply_all(work, ring, shared_, ring + STAGES * STAGE_BYTES, items);
     }
+    meet_cluster();  // no program leaves while the other may send to it
 }

@@ -17,6 +17,7 @@
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 #define __restrict__
@@ -72,6 +73,7 @@ inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 
@@ -134,6 +136,10 @@ T atomicAdd(T* at, U value) {
 template <class T, class U>
 T atomicMax(T* at, U value) {
     return emulated_atomic(at, [&](T old) { return std::max(old, static_cast<T>(value)); });
+}
+template <class T, class U>
+T atomicOr(T* at, U value) {
+    return emulated_atomic(at, [&](T old) { return static_cast<T>(old | value); });
 }
 template <class T, class U>
 T atomicExch(T* at, U value) {

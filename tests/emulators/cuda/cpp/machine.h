@@ -155,7 +155,7 @@ void wait_for_kernels_before();
 // ---- shared memory ----
 
 constexpr u32 FIRST_ADDRESS = 1024;     // what a real program finds below is not its own
-constexpr u32 STATIC_BYTES = 16 << 10;  // at most, of variables
+constexpr u32 STATIC_BYTES = 32 << 10;  // at most, of variables
 constexpr u32 MOST_BYTES = 227 << 10;
 constexpr int RANK_SHIFT = 24;  // an address in a cluster: rank + 1, address in the program
 

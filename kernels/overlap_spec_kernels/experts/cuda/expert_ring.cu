@@ -1,0 +1,256 @@
+// The gated product of experts in float8 with a scale for each block of 128 columns, for 8 to 32 rows of x, on Hopper.
+//
+// There is one program for each multiprocessor, and all have the same share of W. So memory is busy until the end, and no
+// program begins anew while W arrives. A tile is 8 columns of the result: 8 rows of gate and 8 of up, all of K. The tiles
+// of an expert follow one another, once for each 8 rows of x that have chosen it.
+//
+//     one thread copies     tiles of W, as two boxes each, into a ring
+//     WARPS warps multiply  each its part of K; they keep their columns of x in registers, which change with the expert
+//     two warps finish      sums of blocks of 128 columns, scaled and added in their order; the gate
+//
+// A product adds 16 columns of K at once, four neighbouring ones of a lane, as expert_stream.cu has it, whose bits these are.
+//
+// The command line defines the names below. Where it is launched: quantized_streams.py.
+//
+//     GROUPS  blocks of 128 columns of a warp     WARPS   parts of K
+//     TOP_K   experts of a row                    STAGES  of the ring
+
+#include "hopper.cuh"
+
+#include "expert_values.cuh"
+
+// What the kernel is given beside the map of W; the same fields in quantized_streams.py.
+struct Work {
+    const float* scales;       // [E, I / 128, scale_columns]
+    const u16* x;              // rows x_stride apart
+    const long long* experts;  // [T, TOP_K]
+    u16* out;                  // [T * TOP_K, size_n]
+    int x_stride;
+    int size_n;                // columns of the result
+    int num_rows;              // T, up to 32
+    int scale_columns, scale_rows;
+    int num_experts;
+};
+
+constexpr int THREADS = 32 * (WARPS + 3), MOST_EXPERTS = 1024, MOST_ROWS = 32;
+constexpr int BLOCKS = WARPS * GROUPS;                // of 128 columns
+constexpr int HALF = 8 * BLOCKS * 128;                // bytes of 8 rows of W: boxes [block][row], swizzled
+constexpr int EACH = (MOST_EXPERTS + THREADS - 1) / THREADS;  // experts of a thread that lists them
+constexpr int SLOTS = 2;                              // of sums that wait to be finished
+
+struct Shared {
+    u64 full[STAGES], empty[STAGES];         // of the ring: W has arrived; it is read
+    u64 summed[SLOTS], finished[SLOTS];      // of sums: they are there; they are read
+    u32 rows[MOST_EXPERTS];                  // those that have chosen an expert, one bit each
+    int listed[MOST_ROWS * TOP_K];           // expert * 4 + eight of its rows, of all that have rows
+    int before[THREADS / 32];
+};
+
+using Sums = float[BLOCKS][16][8];  // of a tile: rows of W, and of x; they lie behind the ring
+
+// Where a role is in a ring of `COUNT`.
+template <int COUNT>
+struct Turn {
+    int at = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++at == COUNT) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Up to eight rows of x that have chosen an expert.
+struct Eight {
+    int expert, number;
+    u32 rows;
+
+    __device__ __forceinline__ Eight(const Shared& shared_, int listed)
+        : expert(shared_.listed[listed] / 4), number(shared_.listed[listed] % 4), rows(shared_.rows[expert]) {}
+
+    __device__ __forceinline__ int count() const { return min(__popc(rows) - number * 8, 8); }
+
+    // Of which a column of the product is. Behind the last row: the last one.
+    __device__ __forceinline__ int row(int column) const {
+        u32 left = rows;
+        for (int i = min(column, count() - 1) + number * 8; i > 0; --i) left &= left - 1;
+        return __ffs(left) - 1;
+    }
+};
+
+// List what is chosen: all threads. Returns how many eights there are.
+__device__ __forceinline__ int list_experts(const Work& work, Shared& shared_) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, counts[EACH], own = 0, total = 0;
+    for (int i = threadIdx.x; i < work.num_rows * TOP_K; i += THREADS)
+        atomicOr(&shared_.rows[work.experts[i]], 1u << i / TOP_K);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        int expert = threadIdx.x * EACH + i;
+        counts[i] = expert < work.num_experts ? (__popc(shared_.rows[expert]) + 7) / 8 : 0;
+        own += counts[i];
+    }
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        int other = __shfl_up_sync(0xffffffff, sum, step);
+        if (lane >= step) sum += other;
+    }
+    if (lane == 31) shared_.before[warp] = sum;
+    __syncthreads();
+    int at = sum - own;
+    for (int i = 0; i < THREADS / 32; ++i) {
+        if (i < warp) at += shared_.before[i];
+        total += shared_.before[i];
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        for (int number = 0; number < counts[i]; ++number)
+            shared_.listed[at++] = (threadIdx.x * EACH + i) * 4 + number;
+    __syncthreads();
+    return total;
+}
+
+// The tiles of a program.
+struct Share {
+    int begin, end, each;  // `each`: tiles of eight rows of an expert
+
+    __device__ __forceinline__ Share(const Work& work, int eights) : each(work.size_n / 8) {
+        long long tiles = static_cast<long long>(eights) * each, programs = gridDim.x;
+        begin = static_cast<int>(tiles * blockIdx.x / programs);
+        end = static_cast<int>(tiles * (blockIdx.x + 1) / programs);
+    }
+};
+
+// One thread.
+__device__ __forceinline__ void copy_all(
+    const TensorMap* map, const Work& work, Shared& shared_, const char* ring, const Share& share
+) {
+    Turn<STAGES> turn;
+    for (int tile = share.begin; tile < share.end; ++tile, turn.advance()) {
+        int row = (shared_.listed[tile / share.each] / 4 * 2 * work.size_n) / 8 + tile % share.each;
+        u32 to = shared(ring + turn.at * 2 * HALF);
+        u64* full = &shared_.full[turn.at];
+        wait(&shared_.empty[turn.at], turn.parity ^ 1);
+        expect(full, 2 * HALF);
+        copy_box(to, map, full, 0, row);
+        copy_box(to + HALF, map, full, 0, row + work.size_n / 8);
+    }
+}
+
+// What the product of a block takes of W. Lanes have four neighbouring columns of rows g and g + 8.
+__device__ __forceinline__ void load_words(u32 (&words)[4][4], u32 block) {
+    int lane = threadIdx.x % 32;
+    u32 from = block + lane / 8 % 2 * HALF + lane % 8 * 128;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        u32 at = from + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
+        load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
+    }
+}
+
+__device__ __forceinline__ void multiply_share(
+    const Work& work, Shared& shared_, const char* ring, Sums* sums, const Share& share
+) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, listed = -1;
+    Turn<STAGES> turn;
+    Turn<SLOTS> slot;
+    uint2 columns[GROUPS][8];
+    for (int tile = share.begin; tile < share.end; ++tile, turn.advance(), slot.advance()) {
+        if (tile / share.each != listed) {
+            listed = tile / share.each;
+            long long row = Eight(shared_, listed).row(lane / 4);
+            const u16* from = work.x + row * work.x_stride + warp * GROUPS * 128 + lane % 4 * 4;
+#pragma unroll
+            for (int i = 0; i < GROUPS * 8; ++i)
+                columns[i / 8][i % 8] = *reinterpret_cast<const uint2*>(from + i * 16);
+        }
+        u32 own = shared(ring + turn.at * 2 * HALF) + warp * GROUPS * 1024;
+        float found[GROUPS][4];
+        wait(&shared_.full[turn.at], turn.parity);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            u32 words[4][4];
+            load_words(words, own + group * 1024);
+            multiply(found[group], words, columns[group]);
+        }
+        __syncwarp();
+        if (lane == 0) arrive(&shared_.empty[turn.at]);
+        wait(&shared_.finished[slot.at], slot.parity ^ 1);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            float(*to)[8] = sums[slot.at][warp * GROUPS + group];
+            *reinterpret_cast<float2*>(&to[lane / 4][lane % 4 * 2]) = make_float2(found[group][0], found[group][1]);
+            *reinterpret_cast<float2*>(&to[lane / 4 + 8][lane % 4 * 2]) = make_float2(found[group][2], found[group][3]);
+        }
+        __syncwarp();
+        if (lane == 0) arrive(&shared_.summed[slot.at]);
+    }
+}
+
+// 64 threads, each of which has a column of the result and a row of x.
+__device__ __forceinline__ void finish_share(
+    const Work& work, Shared& shared_, const Sums* sums, const Share& share
+) {
+    int thread = threadIdx.x - 32 * WARPS, result = thread % 8, column = thread / 8, listed = -1, count = 0;
+    Turn<SLOTS> slot;
+    const float* scales = nullptr;
+    u16* out = nullptr;
+    for (int tile = share.begin; tile < share.end; ++tile, slot.advance()) {
+        int first = tile % share.each * 8;
+        if (tile / share.each != listed) {
+            listed = tile / share.each;
+            Eight eight(shared_, listed);
+            int row = eight.row(column), place = row * TOP_K;
+#pragma unroll
+            for (int i = 1; i < TOP_K; ++i)
+                if (work.experts[row * TOP_K + i] == eight.expert) place = row * TOP_K + i;
+            count = eight.count();
+            scales = work.scales + static_cast<long long>(eight.expert) * BLOCKS * work.scale_columns;
+            out = work.out + static_cast<long long>(place) * work.size_n + result;
+        }
+        const float* uppers = scales + first / work.scale_rows;
+        const float* lowers = scales + (first + work.size_n) / work.scale_rows;
+        float upper = 0.0f, lower = 0.0f;
+        wait(&shared_.summed[slot.at], slot.parity);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            const float(*found)[8] = sums[slot.at][block];
+            upper = __fmaf_rn(found[result][column], __ldg(uppers + block * work.scale_columns), upper);
+            lower = __fmaf_rn(found[result + 8][column], __ldg(lowers + block * work.scale_columns), lower);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) arrive(&shared_.finished[slot.at]);
+        if (column < count) out[first] = rounded(gated(upper, lower));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_ring(
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+) {
+    extern __shared__ __align__(1024) char ring[];
+    __shared__ Shared shared_;
+    for (int i = threadIdx.x; i < MOST_EXPERTS; i += THREADS) shared_.rows[i] = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            set_up(&shared_.full[i], 1);
+            set_up(&shared_.empty[i], WARPS);
+        }
+        for (int i = 0; i < SLOTS; ++i) {
+            set_up(&shared_.summed[i], WARPS);
+            set_up(&shared_.finished[i], 2);
+        }
+        show_to_copies();
+    }
+    __syncthreads();
+    wait_for_kernels_before();
+    let_next_begin();
+    Share share(work, list_experts(work, shared_));
+    Sums* sums = reinterpret_cast<Sums*>(ring + STAGES * 2 * HALF);
+    int warp = threadIdx.x / 32;
+    if (warp < WARPS) multiply_share(work, shared_, ring, sums, share);
+    else if (warp < WARPS + 2) finish_share(work, shared_, sums, share);
+    else if (threadIdx.x % 32 == 0) copy_all(&w_map, work, shared_, ring, share);
+}
