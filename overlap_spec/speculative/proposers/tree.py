@@ -22,6 +22,7 @@ import torch
 from overlap_spec_kernels import (
     MASK_BITS,
     Candidates,
+    TopTokens,
     add_children,
     expand_tree,
     marginal_tree,
@@ -258,7 +259,7 @@ def top_children(lazy_logits: LazyLogits, context: DrawContext, topk: int) -> tu
         drawing = logits, context.positions, context.sampling, context.token_ids
         at_once = GUESS_SLICE if logits.is_cuda else SLICE
         parts = [top_tokens(drawn_from(*drawing, part).flatten(0, 1), topk) for part in slices(logits, at_once)]
-        logs, columns, _ = (torch.cat(part) for part in zip(*parts, strict=True))
+        found = parts[0] if len(parts) == 1 else TopTokens(*map(torch.cat, zip(*parts, strict=True)))
     else:
-        logs, columns, _ = top_tokens(logits.flatten(0, 1), topk)
-    return logs.view(*logits.shape[:2], topk), columns.view(*logits.shape[:2], topk)
+        found = top_tokens(logits.flatten(0, 1), topk)
+    return found.log_probs.view(*logits.shape[:2], topk), found.columns.view(*logits.shape[:2], topk)

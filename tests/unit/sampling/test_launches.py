@@ -11,8 +11,8 @@ PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 # Judge part, draws of a draft. Steps without parameters launch nothing for them.
 WITHOUT = {
     SamplingWork(False, False, False): {CHAIN: (2, 6), TREE: (2, 10)},
-    SamplingWork(True, False, False): {CHAIN: (5, 13), TREE: (5, 26)},
-    SamplingWork(True, True, False): {CHAIN: (21, 25), TREE: (25, 56)},  # they draw again, for few rows
+    SamplingWork(True, False, False): {CHAIN: (5, 13), TREE: (5, 17)},
+    SamplingWork(True, True, False): {CHAIN: (21, 25), TREE: (25, 47)},  # they draw again, for few rows
 }
 # Counts of tokens (2), guesses before the rows, positions, one pass over the logits, masks of grammars.
 APPLIED = 6
