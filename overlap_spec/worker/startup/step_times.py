@@ -45,26 +45,27 @@ def prefill_all_plan(
     sampling: SamplingParams,
     slots: range,
     num_tokens: int,
-    all_pages: bool = True,
+    all_pages: bool = False,
     start: int = 0,
     width: int = 0,
     outputs: Sequence[RowOutput] = (),
 ) -> StepPlan:
     """A prefill step of a whole prompt in each of these slots; the tokens before `start` count as computed.
 
-    `all_pages`: the page tables are written to their ends, as of the longest request; to pack so many pages takes half
-    a millisecond a slot. Otherwise they get those that the prompt and its next window need. `width`: 0: whole windows.
-    `outputs`: a prompt's rows leave the device where one of these is asked for.
+    The first slot's page table is written to its end, as of the longest request. `all_pages`: so are the others', which
+    takes half a millisecond a slot to pack; else they get the pages that the prompt and its next window need, and keep
+    the dummy page behind them. `width`: 0: whole windows. `outputs`: a prompt's rows leave the device where one of
+    these is asked for.
     """
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
     needed = (start + num_tokens + 2 * geometry.width) // geometry.page_size + 1
-    pages = [0] * (geometry.num_page_columns if all_pages else min(needed, geometry.num_page_columns))
+    pages = [0] * geometry.num_page_columns
     tokens = array("i", [1] * num_tokens).tobytes()
     leave = num_tokens > 1 and any(output.asked(sampling) for output in outputs)
     rows_out = (start, start + num_tokens - 1) if leave else (0, 0)
     chunks = [ChunkWork(slot, start, tokens, rows_out=rows_out) for slot in slots]
-    new_pages, resets = dict.fromkeys(slots, pages), dict.fromkeys(slots, reset)
-    return StepPlan(0, width or geometry.width, [], new_pages, chunks, resets)
+    new_pages = dict.fromkeys(slots, pages if all_pages else pages[:needed]) | {slots[0]: pages}
+    return StepPlan(0, width or geometry.width, [], new_pages, chunks, dict.fromkeys(slots, reset))
 
 
 def run(executor: Executor, plan: StepPlan) -> None:

@@ -220,7 +220,7 @@ def _every_kind(executor: Executor, geometry: Geometry) -> Iterator[StepPlan]:
     slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
     everything, outputs = _everything(executor), executor.slots.outputs
     yield prefill_plan(geometry, everything, 0, longest, outputs)
-    yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest))
+    yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest), all_pages=True)
     for sampling in (SAMPLED, everything):
         yield prefill_all_plan(geometry, sampling, slots, 1)
 
@@ -229,7 +229,7 @@ def _every_size(geometry: Geometry) -> Iterator[StepPlan]:
     """Prompts together and alone, up to the size from which on tensors fit into the memory of the longest prompt's."""
     slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
-        yield prefill_all_plan(geometry, GREEDY, slots, num_tokens, all_pages=False)
+        yield prefill_all_plan(geometry, GREEDY, slots, num_tokens)
     for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
         yield prefill_plan(geometry, GREEDY, start=0, num_tokens=num_tokens)
 
