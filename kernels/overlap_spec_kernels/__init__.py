@@ -40,7 +40,7 @@ from overlap_spec_kernels.experts.products import Clamp
 from overlap_spec_kernels.experts.route import route
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, takes_stack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_of_experts
-from overlap_spec_kernels.launch import NotLoadedError, loaded_only, only_compiles, runs_gluon
+from overlap_spec_kernels.launch import NotMadeError, made_before, only_compiles, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight, dequantised_float4
@@ -155,7 +155,7 @@ __all__ = [
     "NearKeys",
     "NgramLog",
     "NoLibraryError",
-    "NotLoadedError",
+    "NotMadeError",
     "OrderedQuantizedWeight",
     "OrderedWeight",
     "Norm",
@@ -215,8 +215,8 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
-    "loaded_only",
     "log_prob_rows",
+    "made_before",
     "marginal_tree",
     "move_cache_rows",
     "ngram_absorb",

@@ -19,7 +19,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 _ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
-_LOADS: ContextVar[bool] = ContextVar("loads", default=True)
+_MAKES: ContextVar[bool] = ContextVar("makes", default=True)
 
 
 class _Launches:
@@ -145,30 +145,27 @@ def only_compiles() -> bool:
     return _ONLY_COMPILES.get()
 
 
-class NotLoadedError(Exception):
-    """A kernel is launched for the first time where none may be loaded."""
+class NotMadeError(Exception):
+    """What all launches of a kernel share is needed for the first time where nothing lasting may be made."""
 
 
 @contextlib.contextmanager
-def loaded_only() -> Iterator[None]:
-    """In this block launches of kernels that are not loaded launch nothing and raise NotLoadedError.
+def made_before() -> Iterator[None]:
+    """In this block what all launches of a kernel share must have been made: NotMadeError.
 
-    For captures: a driver that loads a kernel during one refuses, and the capture is lost.
+    For captures: what is made in one has its values after the replays of that graph alone.
     """
-    with contextlib.ExitStack() as undone:
-        undone.callback(_LOADS.reset, _LOADS.set(False))
-        with contextlib.suppress(ImportError):
-            import triton
-
-            undone.callback(setattr, triton.knobs.runtime, "jit_cache_hook", triton.knobs.runtime.jit_cache_hook)
-            triton.knobs.runtime.jit_cache_hook = _refuse
+    token = _MAKES.set(False)
+    try:
         yield
+    finally:
+        _MAKES.reset(token)
 
 
-def check_loading(name: str) -> None:
-    """Raises: NotLoadedError where no kernel may be loaded."""
-    if not _LOADS.get():
-        raise NotLoadedError(name)
+def check_making(name: str) -> None:
+    """Raises: NotMadeError where nothing lasting may be made."""
+    if not _MAKES.get():
+        raise NotMadeError(name)
 
 
 def shared_zeros(size: int, device: torch.device) -> Tensor:
@@ -179,15 +176,10 @@ def shared_zeros(size: int, device: torch.device) -> Tensor:
 def shared_words(size: int, device: torch.device, value: int) -> Tensor:
     """Words that all launches of a kernel share, made once, and that have a value between them. Shapes: -> [size] i32.
 
-    Raises: NotLoadedError where no kernel may be loaded: made in a capture, they would have it after its replays alone.
+    Raises: NotMadeError in a capture.
     """
-    check_loading("counters")
+    check_making("counters")
     return torch.full((size,), value, dtype=torch.int32, device=device)
-
-
-def _refuse(*, fn: Any, **_: object) -> bool:
-    """A hook of Triton's."""
-    raise NotLoadedError(fn.name)
 
 
 _GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import capability_of, check_loading, only_compiles
+from overlap_spec_kernels.launch import capability_of, only_compiles
 
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 _ABOUT_PRODUCTS = b"(C75"  # messages of the assembler: products that follow one another, waits that it put in
@@ -196,7 +196,6 @@ class CudaKernel:
 
     @functools.cached_property
     def _function(self) -> Any:
-        check_loading(self._name)
         from cuda.bindings import driver
 
         module = _checked(driver.cuModuleLoadData(_COMPILER.get()(self._code)))

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
-from overlap_spec_kernels import NotLoadedError, only_compiles
+from overlap_spec_kernels import NotMadeError, only_compiles
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -53,7 +53,7 @@ class Replays:
                     self._graphs[key] = self._recorder.record("training", work)
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, NotLoadedError) as error:
+            except (RuntimeError, NotMadeError) as error:
                 log.warning("Training goes on operation by operation: no CUDA graph of it: %s", error)
                 self._recorder = None
                 return work()

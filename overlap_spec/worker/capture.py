@@ -12,11 +12,10 @@ runs after step N, and so does whatever overwrites its output.
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
 while requests are served might take memory of the device.
 
-A capture may not load kernels of this project, so what it launches is run once before it (`run_once`). These first runs
-would take as long as the captures, though most of them load nothing that is not loaded yet. So they leave out layers
-that are alike, and smaller steps have none once every kind of sampling has been run in the largest. If a capture then
-comes to a kernel that is not loaded, it is given up, the step is run with that kind, and the capture is made again.
-(Torch's own kernels, and those of its BLAS, are loaded by the driver when a capture comes to them.)
+A capture is relaxed: kernels are loaded, and in a first start waited for, when it comes to them. What all launches of
+a kernel share, counters and the like, may not be made in one (`made_before`): it is given up, the step is run with that
+kind of sampling, and the capture is made again. Before a capture a part is run only where the same is launched
+operation by operation later, for the memory that this takes (`FirstRuns`), without layers that are alike.
 """
 
 import gc
@@ -25,13 +24,13 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import NotLoadedError, loaded_only
+from overlap_spec_kernels import NotMadeError, made_before
 
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
@@ -78,11 +77,11 @@ class CudaRecorder:
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
         graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
-        with torch.cuda.stream(self._stream), loaded_only():
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(self._stream), made_before():
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")
             try:
                 result = work()
-            except NotLoadedError:
+            except NotMadeError:
                 self._given_up.append(graph)
                 raise
             finally:
@@ -115,7 +114,7 @@ class Parts(Generic[Forwarded, Judged]):
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """The kinds of sampling in which parts are run before they are captured, without layers that are alike.
+    """The kinds of sampling in which parts are run before they are captured, or to find kernels, without alike layers.
 
     The layers always are; without any kind of `draft`, what is absorbed is.
     """
@@ -127,7 +126,7 @@ class FirstRuns:
 EVERY_KIND = FirstRuns()
 LEAST_AND_MOST = FirstRuns((GREEDY_WORK, EVERY_WORK), (GREEDY_WORK, EVERY_WORK))
 ANY_KIND = FirstRuns((GREEDY_WORK,), ())  # where every kind has been run on as many tokens to draw
-NO_RUN = None  # what is not loaded is found out by the capture
+NO_RUN = None
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,11 @@ def capture_parts(
     run: FirstRuns | None = EVERY_KIND,
     captured: Sequence[SamplingWork] = (),
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run parts once, which compiles and loads kernels, as a capture must not; then capture them.
+    """Run parts once, in the kinds of sampling of `run` if there are any; then capture them.
 
-    `run`: the kinds of sampling that are run, if any is. `captured`: those that are captured; (): every one.
+    `captured`: the kinds that are captured; (): every one.
 
-    Raises: NotLoadedError with the kernel, if a capture comes to one that running the step with its kind does not load.
+    Raises: NotMadeError if a capture comes to what running the step with its kind does not make.
     """
     _run_first(parts, recorder, run)
     layers, forwarded = _record(parts, recorder, "layers", parts.forward)
@@ -190,25 +189,22 @@ def _record(
     work: Callable[[], Result],
     *kinds: SamplingWork,
 ) -> tuple[Replay, Result]:
-    """Capture one part. If it comes to a kernel that is not loaded, run the step with these kinds, and again."""
-    for skips_layers in (True, False):
-        try:
-            return recorder.record(name, work)
-        except NotLoadedError as error:
-            log.debug("a capture is made again: %s was not loaded", error)
-        parts.marks.captured()
-        _run_first(parts, recorder, FirstRuns(kinds, kinds), skips_layers)
+    """Capture one part. If it comes to what was not made before, run the step with these kinds, and again."""
+    try:
+        return recorder.record(name, work)
+    except NotMadeError as error:
+        log.debug("a capture is made again: %s had to be made", error)
+    parts.marks.captured()
+    _run_first(parts, recorder, FirstRuns(kinds, kinds))
     return recorder.record(name, work)
 
 
-def _run_first(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns | None, skips_layers: bool = True
-) -> None:
+def _run_first(parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns | None) -> None:
     """Launch parts and do not wait: the device works while the next capture is made, which launches nothing."""
     if runs is NO_RUN:
         return
     begun = time.perf_counter()
-    with skipping_layers() if skips_layers else nullcontext():
+    with skipping_layers():
         run_once(parts, runs)
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
 

@@ -334,33 +334,33 @@ class GraphRunner:
         return inputs if shape.width else (*inputs, torch.zeros_like(inputs[0]))
 
     def _first_runs(self, captures: bool = False) -> Iterator[tuple[StepShape, FirstRuns | None]]:
-        """The shapes in the order of captures, and the kinds of sampling to run before one.
+        """The shapes in the order of captures, and the kinds of sampling to run, to find kernels or before a capture.
 
-        `captures`: they follow, and make good for what is left out here (`capture_parts`).
+        `captures`: they follow, and load what windows launch.
         """
         sizes, run = self._sizes, set[object]()
         for shape in sizes.shapes():
             if shape.prompts is None:
-                yield shape, EVERY_KIND if shape.placed else self._runs_of_windows(shape, captures)
+                every = EVERY_KIND if shape.placed else self._runs_of_windows(shape)
+                yield shape, NO_RUN if captures else every
                 continue
             # Kinds differ in what is done with one row of each chunk, and with windows: they are run once for each
             # number of chunks, and of windows beside them. This also takes the memory in which longer prompts draw.
             key = (shape.slots, 0 if shape.slots else shape.prompts.chunks)
-            # Of windows that were captured alone, what draws is loaded; of the largest, memory is taken.
+            # Of windows that were captured alone, what draws is loaded; of the largest, memory is taken, and what
+            # follows is run beside each number of rows.
             known = captures and shape.slots in sizes.batches and shape.slots < sizes.beside_batches[-1]
-            again = NO_RUN if captures and not shape.slots else ANY_KIND  # beside windows, what follows is launched
+            again = NO_RUN if captures and (known or not shape.slots) else ANY_KIND
             yield shape, again if known or key in run else EVERY_KIND
             run.add(key)
 
-    def _runs_of_windows(self, shape: StepShape, captures: bool) -> FirstRuns | None:
+    def _runs_of_windows(self, shape: StepShape) -> FirstRuns:
         """After a narrower step the draft makes the first of the guesses that it makes after the widest one.
 
         Kernels that draw are chosen by classes of sizes: a power of two and those below it are one at most.
         """
         sizes = self._sizes
         smaller, widest = shape.slots < sizes.batches_of(shape.width)[-1], shape.width == sizes.widths[-1]
-        if captures and smaller:
-            return NO_RUN
         if smaller and shape.slots & (shape.slots - 1):
             return LEAST_AND_MOST if widest else replace(LEAST_AND_MOST, draft=(GREEDY_WORK,))
         return EVERY_KIND if widest else FirstRuns(draft=(GREEDY_WORK, EVERY_WORK))

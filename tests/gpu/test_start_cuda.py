@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from overlap_spec_kernels import compiling_together
-from overlap_spec_kernels.launch import TritonKernel
+from overlap_spec_kernels.launch import TritonKernel, shared_words
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.plans import plan_of
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.capture import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
+from overlap_spec.worker.capture import NO_RUN, CudaRecorder, Parts, capture_parts, no_collection
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.warmup import (
     capture_graphs,
@@ -105,20 +106,22 @@ def _add(at: tl.tensor, TERM: tl.constexpr) -> None:
     tl.store(at, tl.load(at) + TERM)
 
 
-def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again() -> None:
-    """What is run first is greedy; every kind of sampling has a kernel of its own."""
+def test_a_capture_loads_its_kernels_and_is_made_again_for_what_launches_share() -> None:
+    """Nothing is run first; every kind of sampling has a kernel of its own, and counters are shared."""
     kernel, total, recorder = TritonKernel(_add), torch.zeros(1, device=PLACE), CudaRecorder()
+    counters = cache(partial(shared_words, 1, PLACE, 5))
 
     def judge(forwarded: Tensor, kind: SamplingWork) -> Tensor:
         kernel[1,](forwarded, TERM=1 + SAMPLING_WORK.index(kind))
-        return forwarded
+        return forwarded.add_(counters())
 
     parts = Parts(total.zero_, judge, None, lambda kind: kind)
     with no_collection():
-        graphs = capture_parts(parts, recorder, run=ANY_KIND)
-    assert len(recorder._given_up) == len(SAMPLING_WORK) - 1, "one of each kind but the first"
+        graphs = capture_parts(parts, recorder, run=NO_RUN)
+    recorder.finish()
+    assert len(recorder._given_up) == 1 and counters().item() == 5
     assert recorder.counts == {"layers": 1, "judge": len(SAMPLING_WORK)}
     for expected, kind in enumerate(SAMPLING_WORK, start=1):
         graphs.layers()
         graphs.kinds[kind].judge()
-        assert total.item() == expected
+        assert total.item() == expected + 5

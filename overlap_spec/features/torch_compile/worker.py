@@ -7,7 +7,7 @@ to 15 digits. With top_k, top_p or min_p the sampler runs as it is: what they ke
 
 import torch
 from overlap_spec_kernels import largest_columns
-from overlap_spec_kernels.launch import check_loading
+from overlap_spec_kernels.launch import check_making
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def compiled_draw(max_batch: int) -> Draw:
         if len(logits) > max_batch or sampling.work.filtered:
             return draw_columns(logits, positions, sampling, token_ids)
         if (shape := (logits.shape, sampling.work.sampled)) not in met:
-            check_loading("the compiled sampler")
+            check_making("the compiled sampler")
             met.add(shape)
         return compiled(logits, positions, sampling, token_ids)
 

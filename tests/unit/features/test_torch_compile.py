@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_spec_kernels import NotLoadedError, loaded_only
+from overlap_spec_kernels import NotMadeError, made_before
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
@@ -65,13 +65,13 @@ def test_no_capture_compiles_what_no_run_has(make_batch, monkeypatch) -> None:
         draw(torch.randn(2, rows, 8), torch.zeros(2, rows, dtype=torch.int64), sampling, torch.arange(8))
 
     draw_once()
-    with loaded_only():
+    with made_before():
         draw_once()
         for new in ({"sampling": sampled}, {"rows": 3}):
-            with pytest.raises(NotLoadedError, match="compiled"):
+            with pytest.raises(NotMadeError, match="compiled"):
                 draw_once(**new)
     draw_once(sampled)
-    with loaded_only():
+    with made_before():
         draw_once(sampled)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import NotLoadedError
+from overlap_spec_kernels import NotMadeError
 from overlap_spec_kernels.launch import compiling_only
 from support.train_batches import batch, block_head, head, loss_of
 from torch import Tensor
@@ -54,7 +54,7 @@ def test_nothing_is_captured_while_kernels_are_compiled_ahead(monkeypatch: pytes
     assert replays.run("other", lambda: 3) == 3 and captured == [2]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no capture"), NotLoadedError("a kernel")], ids=lambda each: str(each))
+@pytest.mark.parametrize("error", [RuntimeError("no capture"), NotMadeError("counters")], ids=lambda each: str(each))
 def test_what_cannot_be_captured_goes_on_as_it_is(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

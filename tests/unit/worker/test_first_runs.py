@@ -1,11 +1,14 @@
-"""What is run before captures launches everything that captures launch, though layers and kinds are left out of it."""
+"""What finds kernels launches everything that captures launch, though layers and kinds are left out of it.
+
+Before captures hardly any of it is run.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import NotLoadedError
+from overlap_spec_kernels import NotMadeError
 from support.graph_runners import runner_of
 from support.operations import operations
 from support.prompt_plans import SAMPLINGS, run
@@ -98,7 +101,7 @@ def test_of_sizes_between_powers_of_two_two_kinds_are_found() -> None:
 
 
 class RefusedParts(ReplayedParts):
-    """Some captures come to a kernel that is not loaded. `refused`: how often each part still does.
+    """Some captures come to what is not made yet. `refused`: how often each part still does.
 
     `since`: of which steps on, by number.
     """
@@ -111,7 +114,7 @@ class RefusedParts(ReplayedParts):
         step = self.counts["layers"] + (part == "layers")
         if self.refused.get(part) and step >= self.since:
             self.refused[part] -= 1
-            raise NotLoadedError(part)
+            raise NotMadeError(part)
         return super().record(part, work)
 
 
@@ -135,59 +138,36 @@ def capture(executor: Executor, recorder: ReplayedParts) -> GraphRunner:
     return runner
 
 
-def test_every_kind_of_the_largest_decode_steps_is_run(runs: list[tuple[int, int, bool]]) -> None:
-    recorder = ReplayedParts()
-    capture(deep(), recorder)
-    assert runs == [(KINDS, KINDS, False), (KINDS, 2, False), (KINDS, 2, False)], "the widest first"
-    assert recorder.seconds[FIRST_RUNS] > 0
-
-
-def test_steps_of_all_sizes_but_the_largest_are_captured_at_once(runs: list[tuple[int, int, bool]]) -> None:
+def test_windows_alone_are_captured_without_a_run(runs: list[tuple[int, int, bool]]) -> None:
     executor, recorder = deep(), ReplayedParts()
     runner_of(executor, (2, 4), WIDTHS).capture(recorder)
-    assert len(runs) == 3 and recorder.counts["layers"] == 6
+    assert not runs and recorder.counts["layers"] == 6
 
 
-@pytest.mark.parametrize(("part", "again"), [("layers", (0, 0, False)), ("judge", (1, 1, False))])
-def test_what_a_smaller_step_has_not_loaded_is_run_for_its_capture(
-    part: str, again: tuple[int, int, bool], runs: list[tuple[int, int, bool]]
-) -> None:
-    launched, replayed, recorder = deep(), deep(), RefusedParts(since=2, **{part: 1})
-    runner = runner_of(replayed, (2, 4), (4,))
-    runner.capture(recorder)
-    assert runs == [(KINDS, KINDS, False), again] and recorder.counts["layers"] == 2
-    replayed.use(runner)
-    assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
-
-
-@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("since", [1, 2])
 @pytest.mark.parametrize(("part", "kinds"), [("layers", 0), ("judge", 1), ("draft", 1)])
-def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
-    part: str, kinds: int, runs: list[tuple[int, int, bool]]
+def test_what_a_capture_may_not_make_is_made_by_a_run(
+    part: str, kinds: int, since: int, runs: list[tuple[int, int, bool]]
 ) -> None:
-    launched, replayed, recorder = deep(), deep(), RefusedParts(**{part: 2})
+    launched, replayed, recorder = deep(), deep(), RefusedParts(since, **{part: 1})
     replayed.use(capture(replayed, recorder))
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
-    again, narrower = [(kinds, kinds, False), (kinds, kinds, True)], (KINDS, 2, False)
-    assert runs == [(KINDS, KINDS, False), *again, narrower, narrower]
+    assert runs == [(kinds, kinds, False)] and recorder.seconds[FIRST_RUNS] > 0
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 
-def test_a_kernel_that_is_never_loaded_ends_the_start_and_is_named(runs: list[tuple[int, int, bool]]) -> None:
-    with pytest.raises(NotLoadedError, match="judge"):
+def test_what_is_never_made_ends_the_start_and_is_named(runs: list[tuple[int, int, bool]]) -> None:
+    with pytest.raises(NotMadeError, match="judge"):
         capture(deep(), RefusedParts(layers=1, judge=99))
-    assert runs[-1] == (1, 1, True), "all layers, and the kind, have been run"
+    assert runs == [(0, 0, False), (1, 1, False)], "the layers, then the kind, have been run"
 
 
 def test_what_follows_layers_of_both_is_run_once_if_decode_steps_of_the_batch_were(
     runs: list[tuple[int, int, bool]],
 ) -> None:
     executor = deep()
-    runner_of(executor, (4, 6)).capture(ReplayedParts())
-    alone = len(runs)
     sizes = TwoPartSizes(executor.slots.width, CHUNKS, (2, 4, 6), ((16, 24), (16,), (16,)))
-    runs.clear()
     runner_of(executor, (4, 6), beside=sizes).capture(ReplayedParts())
     every, absorbed = (KINDS, KINDS, False), (1, 0, False)
-    assert runs[alone:] == [every, every, absorbed, absorbed], "24 rows beside 2 slots; 16 beside 6, 4 and 2"
+    assert runs == [every, every, absorbed], "24 rows beside 2 slots; 16 beside 6 and 2, not beside 4"
