@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from overlap_spec.worker import entry, worker_actor
 
@@ -61,7 +62,26 @@ def test_collections_go_on_when_the_worker_is_imported(
         asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
-    assert seen == [(entry.open_gpu, 1), (entry.open_compiler,)] * opened + [True, f"compilers for {device}"]
+    threads = [(entry.open_gpu, 1), (entry.open_compiler,), (entry.open_blas, 1)]
+    assert seen == threads * opened + [True, f"compilers for {device}"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_product_on_a_ranks_gpu(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    class Ones:
+        def __init__(self, *_: int, device: object, **__: object) -> None:
+            asked.append(device)
+            if not there:
+                raise RuntimeError("no GPU")
+
+        def __matmul__(self, other: object) -> None:
+            asked.append(other is self)
+
+    monkeypatch.setattr(torch, "ones", Ones)
+    entry.open_blas(1)
+    assert asked == [torch.device("cuda", 1), True][: 1 + there]
 
 
 def test_triton_has_read_its_files_without_torch() -> None:
