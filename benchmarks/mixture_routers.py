@@ -82,13 +82,13 @@ def choose_drawn_kernel(
     squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, table_ptr: tl.tensor, step_ptr: tl.tensor,
     last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int,
     SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, COMMON: tl.constexpr, EARLY: tl.constexpr, STEPS: tl.constexpr,
+    BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The largest logits of a row. `most`: rows of the table. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
-        SQUARES, BLOCK_S, BLOCK_K, PDL,
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, experts_ptr, SIZE_K, EXPERTS,
+        PARTS, SHARE, SQUARES, BLOCK_S, EARLY, BLOCK_K, PDL,
     )  # fmt: skip
     if row >= 0:
         first = add_common(
@@ -106,8 +106,8 @@ def choose_drawn_kernel(
         moved = tl.where(expert < EXPERTS, moved, float("-inf"))
         index, rank = ranked(moved, TOP_K, BLOCK)
         is_chosen = rank < TOP_K
-        weights = tl.where(is_chosen, tl.exp(tl.gather(moved, index, 0) - tl.max(moved, axis=0)), 0.0)
         tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        weights = tl.where(is_chosen, tl.exp(tl.gather(moved, index, 0) - tl.max(moved, axis=0)), 0.0)
         tl.store(last_ptr + row * TOP_K + rank, index.to(tl.int64), mask=is_chosen & (row < most))
         tl.store(weights_ptr + first + rank, weights / tl.sum(weights, axis=0), mask=is_chosen)
 

@@ -14,6 +14,7 @@ from overlap_spec_kernels import Norm, QuantizedStack, Routing
 from overlap_spec_kernels.experts import quantized_products, quantized_streams as products, sum_of_experts as rows
 from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
 from overlap_spec_kernels.experts.products import Places
+from overlap_spec_kernels.experts.stacks import matrix_of
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
@@ -141,96 +142,109 @@ def test_it_compiles() -> None:
     )._code._compile()
 
 
-class Row(NamedTuple):
-    """Of a layer in 4 bits of which one row has some experts."""
-
-    hidden: int
-    inner: int
-    top_k: int
-    shared: bool = False
-
-
-ROWS = {
-    "as many tiles as experts": Row(512, 384, 2, shared=True),
-    "more tiles": Row(512, 384, 2),
-    "fewer": Row(1024, 256, 4),
-}
-
-
 @pytest.fixture
-def one_launch(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    """Whose programs all run at once."""
-    caches = rows._row_kernel, rows._row_counter
+def one_row(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    caches = rows._gate_kernel, rows._down_kernel
     for cache in caches:
         cache.cache_clear()
     cuda_emulator.install(monkeypatch, rows)
     monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
-    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 64)
     yield cuda_emulator
     for cache in caches:
         cache.cache_clear()
 
 
-def stacks_of(row: Row) -> tuple[QuantizedStack, QuantizedStack]:
-    """Gate and up, and down."""
-    stacks = []
-    for shape in ((2 * row.inner, row.hidden), (row.hidden, row.inner)):
-        cases = [weight_of(Case(0, *shape, 4, 128, 1), torch.float32) for _ in range(6)]
-        stack = QuantizedStack.of([(weight.data, weight.packing) for weight in cases])
-        stack.data.copy_(guarded(stack.data))
-        stacks.append(stack)
-    return stacks[0], stacks[1]
+def stack_in_4_bits(experts: int, *shape: int) -> QuantizedStack:
+    weights = [weight_of(Case(0, *shape, 4, 128, 1), torch.float32) for _ in range(experts)]
+    stack = QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
+    stack.data.copy_(guarded(stack.data))
+    return stack
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_one_row_is_one_launch(one_launch: CudaEmulator, name: str) -> None:
-    """Both products and their sum, again and again: programs are counted on."""
-    row = ROWS[name]
-    (gate_up, down), x = stacks_of(row), guarded(torch.randn(1, row.hidden).to(BFLOAT))
-    for seed in range(3):
-        routing = Routing(torch.randperm(6)[None, : row.top_k].contiguous(), torch.rand(1, row.top_k))
-        residual = torch.randn(1, row.hidden).to(BFLOAT)
-        shared = torch.randn(1, row.hidden).to(BFLOAT) if row.shared else None
-        norm = Norm(torch.rand(row.hidden).to(torch.float32 if row.shared else BFLOAT), 0.1)
-        one_launch.seed, one_launch.written_before = seed, [x, residual, *routing]
-        assert rows.takes_row(x, gate_up, down, routing.experts)
-        found = _experts_add_triton(x, gate_up, down, routing, residual, norm, shared=shared)
-        expected = experts_add_reference(x, gate_up, down, routing, residual, norm, shared=shared)
-        close = 2**-6 * float(expected.values.abs().max())
-        torch.testing.assert_close(found.values, expected.values, rtol=2**-6, atol=close)
+# (sizes, bits of a value, multiprocessors)
+GATES = {
+    "16 bits, through a ring": (Sizes(1, 2, 2048, 64), 16, 3),
+    "16 bits, programs with fewer tiles": (Sizes(1, 3, 512, 40), 16, 4),
+    "4 bits, a stage for each chunk": (Sizes(1, 2, 1024, 128), 4, 7),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gate_and_up_of_one_row(one_row: CudaEmulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Which begins before experts are chosen, and waits for them and for x."""
+    sizes, bits, multiprocessors = GATES[name]
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: multiprocessors)
+    routing, x, shape = (
+        routing_of(sizes),
+        guarded(torch.randn(1, sizes.hidden).to(BFLOAT)),
+        (2 * sizes.inner, sizes.hidden),
+    )
+    weight: Tensor | QuantizedStack = guarded(torch.randn(sizes.experts, *shape).to(BFLOAT))
+    if bits < 16:
+        weight = stack_in_4_bits(sizes.experts, *shape)
+    matrices = [matrix_of(weight, int(expert), torch.float64) for expert in routing.experts[0]]
+    gate, up = torch.stack([matrix @ x[0].double() for matrix in matrices]).chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    assert rows.takes_gate(x, weight, routing.experts)
+    for seed in range(2):
+        one_row.seed, one_row.written_before = seed, [x, routing.experts]
+        found = rows.gate_row(x, weight, routing.experts)
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("hidden", "inner", "top_k", "shared"), [(512, 384, 2, True), (48, 256, 5, False)])
+def test_the_sum_of_down_in_4_bits(one_row: CudaEmulator, hidden: int, inner: int, top_k: int, shared: bool) -> None:
+    """Of one row. The choice, and what is added, are there before the gated product is."""
+    weight, gated = stack_in_4_bits(6, hidden, inner), guarded(torch.randn(top_k, inner).to(BFLOAT))
+    routing, residual = (
+        Routing(torch.randperm(6)[None, :top_k].contiguous(), torch.rand(1, top_k)),
+        torch.randn(1, hidden).to(BFLOAT),
+    )
+    beside = torch.randn(1, hidden).to(BFLOAT) if shared else None
+    norm = Norm(torch.rand(hidden).to(torch.float32 if shared else BFLOAT), 0.1)
+    expected = residual.double() + routing.weights.double() @ of_places(gated, weight, routing.experts)
+    expected = expected if beside is None else expected + beside.double()
+    assert rows.takes_down(residual, weight, routing.experts)
+    for seed in range(2):
+        one_row.seed, one_row.written_before = seed, [gated]
+        found = rows.down_row(gated, weight, routing, residual, norm, beside)
+        torch.testing.assert_close(
+            found.values.double(), expected, rtol=2**-7, atol=2**-6 * float(expected.abs().max())
+        )
         assert found.squares is not None
         torch.testing.assert_close(found.squares[:, 0], found.values.float().square().view(-1, 16).sum(1))
         assert torch.equal(found.weighted, (found.values.float() * norm.weight.float()).to(BFLOAT))
 
 
-def test_what_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows, another type, other groups, zero points, sizes that do not divide, fewer multiprocessors."""
+def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows, another type, other groups, zero points, columns that fill no line, more tiles than run at once."""
     monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
     monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 64)
-    row = ROWS["fewer"]
-    (gate_up, down), x, experts = stacks_of(row), torch.zeros(1, row.hidden).to(BFLOAT), torch.arange(row.top_k)[None]
-    assert rows.takes_row(x, gate_up, down, experts)
-    assert not rows.takes_row(x, gate_up, down, experts.view(2, 2)) and not rows.takes_row(
-        x.float(), gate_up, down, experts
-    )
-    zeros = replace(gate_up, packing=replace(gate_up.packing, zeros=gate_up.packing.scales + 128))
-    assert not rows.takes_row(x, zeros, down, experts)
-    of_32 = replace(down, packing=replace(down.packing, group=32, part=64))
-    assert not rows.takes_row(x, gate_up, of_32, experts)
-    place = torch.device("cpu")
-    assert rows.RowSizes(1024, 1536, 4).tiles == 12  # more than warps
-    sizes = [(1024, 1536, 4), (1024, 128, 4), (1024, 128, 3), (768, 384, 2), (1024, 64, 8), (2048, 256, 8)]
-    assert not any(rows.RowSizes(*each).fits(place) for each in sizes)
-    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 63)
-    assert not rows.takes_row(x, gate_up, down, experts)
+    gate_up, down = stack_in_4_bits(6, 512, 1024), stack_in_4_bits(6, 1024, 256)
+    x, experts = torch.zeros(1, 1024).to(BFLOAT), torch.arange(4)[None]
+    assert rows.takes_gate(x, gate_up, experts) and rows.takes_down(x, down, experts)
+    assert not rows.takes_gate(x, gate_up, experts.view(2, 2)) and not rows.takes_down(x, down, experts.view(2, 2))
+    assert not rows.takes_gate(x.float(), gate_up, experts) and not rows.takes_down(x.float(), down, experts)
+    for takes, weight in ((rows.takes_gate, gate_up), (rows.takes_down, down)):
+        zeros = replace(weight, packing=replace(weight.packing, zeros=weight.packing.scales + 128))
+        of_32 = replace(weight, packing=replace(weight.packing, group=32, part=64))
+        assert not takes(x, zeros, experts) and not takes(x, of_32, experts)
+    assert not rows.takes_gate(x, torch.zeros(6, 512, 1024), experts)
+    assert rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
+    assert not rows.takes_gate(x, torch.zeros(6, 512, 1056, dtype=BFLOAT), experts)
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 6)
+    assert not rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
 
 
 @pytest.mark.usefixtures("nvrtc")
-def test_one_launch_compiles() -> None:
+@pytest.mark.parametrize("bits", [16, 4])
+def test_one_row_compiles(bits: int) -> None:
     """For a real GPU, in the sizes of Qwen3-30B-A3B."""
-    sizes = rows.RowSizes(2048, 768, 8)
-    assert sizes.num_bytes <= rows._ROW_SHARED
-    assert rows._row_kernel(sizes, False, False, torch.device("meta"))._code._compile()
+    sizes, place = rows.GateSizes(2048, 768, bits, 768, 6), torch.device("meta")
+    assert sizes.fits and sizes.num_bytes <= rows._MOST_BYTES
+    assert rows._gate_kernel(sizes, place)._code._compile()
+    if bits == 4:
+        assert rows._down_kernel(2048, 768, 8, False, False, place)._code._compile()
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -54,12 +54,12 @@ NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED"
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = ROUTED | {"PARTS": 16, "SHARE": 1, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
 UNSCALED = {"SQUARES": 128, "BLOCK_S": 128}
-CHOICE |= {"COMMON": 0, "SQUARES": 0, "BLOCK_S": 1}
-MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON": 2048} | UNSCALED
-MANY_ROWS = {"SHARE": 0, "PARTS": 1, "PDL": False}
+CHOICE |= {"COMMON": 0, "SQUARES": 0, "BLOCK_S": 1, "EARLY": 8}
+MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON": 2048, "EARLY": 11} | UNSCALED
+MANY_ROWS = {"SHARE": 0, "PARTS": 1, "EARLY": 0, "PDL": False}
 GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "SHARE": 4, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
-GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192, "SQUARES": 0, "BLOCK_S": 1}
+GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192, "SQUARES": 0, "BLOCK_S": 1, "EARLY": 0}
 TYPES = {
     "scale": "fp32",
     "correction_ptr": "*fp32",
@@ -132,6 +132,23 @@ def test_no_two_warps_read_a_part_of_a_row(experts: int) -> None:
     warps, constants = route.warps_of_choice(block), CHOICE | {"EXPERTS": experts, "BLOCK": block}
     words = re.findall(r"ld\.volatile\.global(?:\.v(\d))?\.b32", compiled(route._route_kernel, warps, constants)["ptx"])
     assert sum(int(count or 1) for count in words) * 32 * warps == 2 * CHOICE["PARTS"] * block
+
+
+def test_the_next_kernel_begins_when_no_expert_is_chosen() -> None:
+    """It waits for each by itself. Of several rows it begins at once, and waits for all."""
+    begins = {
+        8: [
+            "griddepcontrol.wait",
+            *["st.global.b64"] * 8,
+            "atom.global.gpu.acq_rel.exch",
+            "griddepcontrol.launch_dependents",
+        ],
+        0: ["griddepcontrol.launch_dependents", "griddepcontrol.wait"],
+    }
+    for early, begin in begins.items():
+        ptx = compiled(route._route_kernel, 4, CHOICE | {"EARLY": early})["ptx"]
+        found = re.findall(r"griddepcontrol\.\w+|st\.global\.b64|atom[\w.]+exch", ptx)
+        assert found[: len(begin)] == begin
 
 
 def test_a_products_sum_does_not_begin_with_a_bias() -> None:

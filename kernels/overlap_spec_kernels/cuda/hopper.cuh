@@ -96,6 +96,11 @@ __device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64*
         : "memory");
 }
 
+// Bring a map, which lies with the arguments of a launch, to where copies find it: the first one would wait for that.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Copy to the same address in all programs of `ranks`, one bit each; each program's barrier counts its own bytes.
 __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64* barrier, int k, int row, u16 ranks) {
     asm volatile(
@@ -267,6 +272,15 @@ __device__ __forceinline__ u32 counted(const u32* counter) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     return value;
+}
+
+// The expert at a place of one row, which is below 0 until the router has chosen it. It may still run.
+__device__ __forceinline__ int chosen(const long long* place) {
+    long long expert;
+    do {
+        asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(expert) : "l"(place) : "memory");
+    } while (expert < 0);
+    return static_cast<int>(expert);
 }
 
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.

@@ -137,14 +137,14 @@ def _best_of_groups_kernel(
     squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, correction_ptr: tl.tensor, scale: float,
     experts_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr,
     EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr,
-    TOP_K: tl.constexpr, COMMON: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, COMMON: tl.constexpr, EARLY: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The choice of a row; NaN is before all others, as torch sorts it. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
-        SQUARES, BLOCK_S, BLOCK_K, PDL,
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, experts_ptr, SIZE_K, EXPERTS,
+        PARTS, SHARE, SQUARES, BLOCK_S, EARLY, BLOCK_K, PDL,
     )  # fmt: skip
     if row >= 0:
         first = add_common(
@@ -169,10 +169,11 @@ def _best_of_groups_kernel(
             group = expert // (EXPERTS // GROUPS)
             order = _among_best_groups(order, group, expert, GROUPS, KEPT, RATED_BY, BLOCK, BLOCK_G)
         index, rank = ranked(order, TOP_K, BLOCK)
-        is_chosen, weights = rank < TOP_K, tl.gather(scores, index, 0)
+        is_chosen = rank < TOP_K
+        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        weights = tl.gather(scores, index, 0)
         if NORMALISED:
             weights = weights / (tl.sum(tl.where(is_chosen, weights, 0.0), axis=0) + TINY)
-        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
         tl.store(weights_ptr + first + rank, weights * scale, mask=is_chosen)
 
 

@@ -5,8 +5,8 @@
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
-For one row `sum_of_experts.multiply_and_add` is the last two in one launch, with the same bits, and for a few rows of
-float8 `quantized_streams.sum_down`.
+For one row the last two are one launch of `sum_of_experts.py`, with the same bits, and for a few rows of float8
+`quantized_streams.sum_down`.
 
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
@@ -33,12 +33,14 @@ from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fi
 from overlap_spec_kernels.experts.sum_of_experts import (
     PART,
     Routing,
-    add_row,
+    down_row,
+    gate_row,
     multiply_and_add,
     squares_of,
     sum_of_experts,
     sums_in_product,
-    takes_row,
+    takes_down,
+    takes_gate,
 )
 from overlap_spec_kernels.language import halves_added, let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
@@ -203,14 +205,9 @@ def _experts_add_triton(
     clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
-    if (
-        isinstance(gate_up, QuantizedStack)
-        and isinstance(down, QuantizedStack)
-        and biases is None
-        and clamp is None
-        and takes_row(x, gate_up, down, routing.experts)
-    ):
-        return add_row(x, gate_up, down, routing, residual, norm, shared)
+    if biases is None and isinstance(down, QuantizedStack) and takes_down(x, down, routing.experts):
+        places = places_of(routing.experts, gate_up.shape[0])
+        return down_row(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
@@ -250,6 +247,13 @@ def _places(x: Tensor, gate_up: ExpertWeight, experts: Tensor, clamp: Gate | Non
 
 def _gated(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, places: Places, clamp: Gate | None) -> Tensor:
     """The first product of every place, and what is made of gate and up. Shapes: -> [T * k, I]."""
+    if (
+        bias is None
+        and clamp is None
+        and not isinstance(gate_up, Float4Matrices)
+        and takes_gate(x, gate_up, places.experts)
+    ):
+        return gate_row(x, gate_up, places.experts)
     if clamp is None or isinstance(clamp, Clamp):
         return _multiplied(x, gate_up, bias, places, True, True, clamp)
     return clamp(_multiplied(x, gate_up, bias, places, True, False, None))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
-from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -182,6 +182,7 @@ def chosen_by(
         BLOCK_S=1 if squares is None else next_power_of_2(len(squares)),
         TOP_K=top_k,
         COMMON=0 if common is None else next_power_of_2(size),
+        EARLY=columns if num_rows == 1 else 0,
         BLOCK=block,
         BLOCK_K=_PART,
         **constants,
@@ -258,15 +259,18 @@ def router_logits_kernel(
 @TritonKernel
 def row_of_program(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
-    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, experts_ptr: tl.tensor, SIZE_K: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The row that this program chooses for, after it has waited for its inputs; below 0: none.
 
     SQUARES: sums of which x's one row is scaled; programs of the first experts write it. 0: x is as it is.
 
-    SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there. Shapes: -> [].
+    SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there.
+
+    EARLY: places of the one row, which are below 0 before the next kernel begins: it may wait for each by itself
+    (`chosen` of hopper.cuh). Shapes: -> [].
     """
     program = tl.program_id(0)
     if SHARE > 0:
@@ -291,6 +295,12 @@ def row_of_program(
             logits = tl.dot(x, w, input_precision="ieee")
             place = partial_ptr + (part * num_rows + own) * EXPERTS + expert
             tl.store(place, logits, mask=(own < num_rows) & (part < PARTS) & (expert < EXPERTS))
+        elif EARLY > 0:
+            wait(PDL)
+            for place in tl.static_range(EARLY):
+                tl.store(experts_ptr + place, -1)
+            tl.atomic_xchg(experts_ptr, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
+            let_next_begin(PDL)
         else:
             wait_for_inputs(PDL)
     else:
@@ -413,13 +423,13 @@ def _route_kernel(
     squares_ptr: tl.tensor, rows_ptr: tl.tensor, eps: float, bias_ptr: tl.tensor, experts_ptr: tl.tensor,
     weights_ptr: tl.tensor, share_ptr: tl.tensor, common: int, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SQUARES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
-    COMMON: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    COMMON: tl.constexpr, EARLY: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The choice of a row; NaN is before all others. Programs: see `row_of_program`."""
     row = row_of_program(
-        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, SIZE_K, EXPERTS, PARTS, SHARE,
-        SQUARES, BLOCK_S, BLOCK_K, PDL,
+        x_ptr, weight_ptr, partial_ptr, x_stride, num_rows, squares_ptr, rows_ptr, eps, experts_ptr, SIZE_K, EXPERTS,
+        PARTS, SHARE, SQUARES, BLOCK_S, EARLY, BLOCK_K, PDL,
     )  # fmt: skip
     if row >= 0:
         first = add_common(
@@ -436,8 +446,9 @@ def _route_kernel(
         probabilities = exponentials / tl.sum(exponentials, axis=0)
         order = tl.where(probabilities == probabilities, probabilities, 2.0)
         index, rank = ranked(tl.where(known, order, -1.0), TOP_K, BLOCK)
-        is_chosen, weights = rank < TOP_K, tl.gather(probabilities, index, 0)
+        is_chosen = rank < TOP_K
+        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
+        weights = tl.gather(probabilities, index, 0)
         if NORMALISED:
             weights = weights / tl.sum(tl.where(is_chosen, weights, 0.0), axis=0)
-        tl.store(experts_ptr + first + rank, index.to(tl.int64), mask=is_chosen)
         tl.store(weights_ptr + first + rank, weights, mask=is_chosen)

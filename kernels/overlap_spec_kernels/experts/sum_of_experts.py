@@ -3,15 +3,17 @@
 A row's result has the same bits whatever rows are beside it, and however many. On a CPU products are of tiles of `TILE`
 rows, the last one padded, and a row's sum has one order.
 
-On a GPU one row has `multiply_and_add` in 16 bits, and `add_row` in 4 bits, which is both products and the sum. More
-rows have the products of their format and `experts_mlp.sum_kernel`, with the same bits. All write sums of squares for
-the norm after them, of 16 columns each (`normed.py`).
+On a GPU one row has `gate_row` for its first product, which begins before its experts are chosen, and the second one
+with the sum in `multiply_and_add` in 16 bits, in `down_row` in 4. More rows have the products of their format and
+`experts_mlp.sum_kernel`, with the same bits. All write sums of squares for the norm after them, of 16 columns each
+(`normed.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,11 +30,10 @@ from overlap_spec_kernels.launch import (
     dependent_launch,
     next_power_of_2,
     runs_gluon,
-    shared_zeros,
 )
 from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.norm.normed import Norm, Normed
-from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, box_map, runs_hopper
 
 TILE = 4  # rows of a product: on a CPU so many take as long as one
 PART = 16  # columns of a sum of squares, and of a program
@@ -40,8 +41,10 @@ _BLOCK_K = 128  # columns of a step
 _MOST_PLACES, _MOST_INNER = 8, 2048  # experts of a row, and their inner columns
 _SHARED = 176 << 10  # bytes of shared memory: with a router between, a larger ring is not faster
 
-ROW_SOURCE = Path(__file__).parent / "cuda" / "expert_row.cu"
-_ROW_GROUP, _ROW_WARPS, _ROW_SHARED = 128, 8, 222 << 10  # columns with a scale; of a program at most, and bytes
+_FOLDER = Path(__file__).parent / "cuda"
+GATE_SOURCE, DOWN_SOURCE = _FOLDER / "expert_gate.cu", _FOLDER / "expert_down.cu"
+_GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's shared memory
+_GATE_CHUNK, _GATE_COLUMNS, _MOST_WARPS = 512, 8, 32  # columns of a stage, and of a warp; warps of a program
 
 
 class Routing(NamedTuple):
@@ -89,90 +92,130 @@ def in_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Tenso
     return results
 
 
-class RowSizes(NamedTuple):
-    """Of a program of expert_row.cu, as its names have it."""
+class GateSizes(NamedTuple):
+    """Of expert_gate.cu, as its names have it."""
 
     hidden: int
     inner: int
-    top_k: int
+    bits: int
+    tiles: int
+    warps: int
 
     @property
-    def tiles(self) -> int:
-        return 2 * self.top_k * self.inner // self.hidden
+    def chunk(self) -> int:
+        return math.gcd(self.hidden, _GATE_CHUNK)
 
     @property
-    def warps(self) -> int:
-        return max(self.tiles, self.top_k)
-
-    @property
-    def programs(self) -> int:
-        return self.hidden // PART
+    def stages(self) -> int:
+        """As many as chunks, or as fit."""
+        fit = (_MOST_BYTES - 2 * self.hidden) // (self.warps * self._stage_bytes)
+        return min(fit, self.hidden // self.chunk)
 
     @property
     def num_bytes(self) -> int:
-        """Two stages of a tile, each for a fourth of a row of gate or up, or for a row of down; x, and gated rows."""
-        stage = 16 * (max(self.hidden // 8, self.inner // 2) + 16)
-        return 2 * self.tiles * stage + 2 * self.hidden + 2 * self.top_k * self.inner
+        """Stages of all warps, and x."""
+        return self.warps * self.stages * self._stage_bytes + 2 * self.hidden
 
-    def fits(self, device: torch.device) -> bool:
-        """All programs run at once, and have whole tiles and groups."""
-        even = self.tiles * self.hidden == 2 * self.top_k * self.inner and self.programs & (self.programs - 1) == 0
-        whole = self.hidden % (4 * _ROW_GROUP) == 0 and self.inner % _ROW_GROUP == 0 and self.top_k <= 2 * self.tiles
-        few = self.warps <= _ROW_WARPS and self.programs <= num_multiprocessors(device)
-        return even and whole and few and self.num_bytes <= _ROW_SHARED
+    @property
+    def fits(self) -> bool:
+        """Boxes have whole lines, and chunks are on their way while others are multiplied."""
+        whole = self.chunk * self.bits % 1024 == 0 and self.chunk % _GROUP == 0 and self.inner % _GATE_COLUMNS == 0
+        return whole and self.warps <= _MOST_WARPS and self.stages >= min(2, self.hidden // self.chunk)
+
+    @property
+    def _stage_bytes(self) -> int:
+        return 2 * _GATE_COLUMNS * self.chunk * self.bits // 8
 
 
-class _Row(ctypes.Structure):
-    """`Work` of expert_row.cu."""
+class _Gate(ctypes.Structure):
+    """`Work` of expert_gate.cu."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("x", "experts", "scales", "out"))
+
+
+def takes_gate(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
+    """Whether `gate_row` takes these: one row, in bfloat16 or in 4 bits with scales of groups. Shapes: x [T, H]."""
+    fits = _in_groups(weight) if isinstance(weight, QuantizedStack) else weight.dtype == torch.bfloat16
+    one = fits and len(experts) == 1 and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
+    return one and runs_hopper(x.device) and _gate_sizes(weight, experts).fits
+
+
+def _in_groups(weight: QuantizedStack) -> bool:
+    """Whether it is in 4 bits with a scale for 128 columns of a row, and symmetric."""
+    packing = weight.packing
+    return (packing.bits, packing.group) == (4, _GROUP) and packing.zeros is None
+
+
+def _gate_sizes(weight: Tensor | QuantizedStack, experts: Tensor) -> GateSizes:
+    _, rows, hidden = weight.shape
+    bits = 16 if isinstance(weight, Tensor) else weight.packing.bits
+    tiles = experts.shape[1] * rows // 2 // _GATE_COLUMNS
+    return GateSizes(hidden, rows // 2, bits, tiles, ceil_div(tiles, num_multiprocessors(experts.device)))
+
+
+@functools.cache
+def _gate_kernel(sizes: GateSizes, device: torch.device) -> CudaKernel:
+    names = sizes._asdict() | {"chunk": sizes.chunk, "stages": sizes.stages}
+    code = CudaCode(GATE_SOURCE, tuple(f"{key.upper()}={value}" for key, value in names.items()))
+    return CudaKernel(code, "expert_gate", 32 * sizes.warps, sizes.num_bytes)
+
+
+def gate_row(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> Tensor:
+    """silu(gate) * up of one row's experts, right after their choice. Shapes: x [1, H], experts [1, k] -> [k, I].
+
+    Sync: never.
+    """
+    data, scales = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.packing.scales)
+    sizes, line = _gate_sizes(weight, experts), 128 // data.element_size()
+    out, lines = x.new_empty(experts.shape[1], sizes.inner), sizes.chunk * sizes.bits // 1024
+    boxes = box_map(data.view(-1, 8, data.shape[2] // line, line).transpose(1, 2), (1, lines, 8, line))
+    pointers = (None if each is None else each.data_ptr() for each in (x, experts, scales, out))
+    programs = ceil_div(sizes.tiles, sizes.warps)
+    _gate_kernel(sizes, x.device).launch(programs, (boxes, _Gate(*pointers)))
+    return out
+
+
+class _Down(ctypes.Structure):
+    """`Work` of expert_down.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_scales", "down_scales", "x", "experts")),
-        *((name, ctypes.c_void_p) for name in ("weights", "shared", "residual", "norm", "gated", "out", "weighted")),
-        *((name, ctypes.c_void_p) for name in ("squares", "counter")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "gated", "experts", "weights", "shared")),
+        *((name, ctypes.c_void_p) for name in ("residual", "norm", "out", "weighted", "squares")),
         *((name, ctypes.c_int) for name in ("residual_stride", "size_n", "num_rows")),
     )
 
 
-def takes_row(x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, experts: Tensor) -> bool:
-    """Whether `add_row` takes these: 4 bits, with scales for groups of 128. Shapes: x [T, H], experts [T, k]."""
-    packings = gate_up.packing, down.packing
-    alike = all((each.bits, each.group) == (4, _ROW_GROUP) and each.zeros is None for each in packings)
-    fits = alike and len(experts) == 1 and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
-    return fits and runs_hopper(x.device) and _row_sizes(gate_up, experts).fits(x.device)
+def takes_down(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
+    """Whether `down_row` takes these: of one row, in 4 bits with scales of groups. Shapes: x [T, H], experts [T, k]."""
+    (_, hidden, inner), top_k = weight.shape, experts.shape[1]
+    whole = hidden % PART == 0 and inner % _GROUP == 0 and top_k <= _MOST_WARPS
+    fits = _in_groups(weight) and whole and len(experts) == 1 and _down_bytes(inner, top_k) <= _MOST_BYTES
+    return fits and x.dtype == torch.bfloat16 and runs_hopper(x.device)
 
 
-def _row_sizes(gate_up: QuantizedStack, experts: Tensor) -> RowSizes:
-    _, rows, hidden = gate_up.shape
-    return RowSizes(hidden, rows // 2, experts.shape[1])
-
-
-@functools.cache
-def _row_kernel(sizes: RowSizes, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
-    names = {key.upper(): value for key, value in sizes._asdict().items()}
-    names |= {"WARPS": sizes.warps, "SHARED": int(shared), "WIDE": int(wide)}
-    code = CudaCode(ROW_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
-    return CudaKernel(code, "expert_row", 32 * sizes.warps, sizes.num_bytes)
+def _down_bytes(inner: int, top_k: int) -> int:
+    """Rows of W, and of the gated product."""
+    return top_k * (PART * (inner // 2 + 16) + 2 * inner)
 
 
 @functools.cache
-def _row_counter(programs: int, device: torch.device) -> Tensor:
-    """Of programs that have met; launches with another number of them have another one."""
-    return shared_zeros(1, device)
+def _down_kernel(hidden: int, inner: int, top_k: int, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
+    names = {"HIDDEN": hidden, "INNER": inner, "TOP_K": top_k, "SHARED": int(shared), "WIDE": int(wide)}
+    code = CudaCode(DOWN_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
+    return CudaKernel(code, "expert_down", 32 * top_k, _down_bytes(inner, top_k))
 
 
-def add_row(
-    x: Tensor, gate_up: QuantizedStack, down: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm,
-    shared: Tensor | None,
-) -> Normed:  # fmt: skip
-    """All of `experts_add` for one row in a launch. Shapes: x, residual, shared [1, H], routing [1, k]. Sync: never."""
-    sizes = _row_sizes(gate_up, routing.experts)
+def down_row(
+    gated: Tensor, weight: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
+) -> Normed:
+    """See `multiply_and_add`: in 4 bits. Sync: never."""
+    (_, hidden, inner), top_k = weight.shape, len(gated)
     values, weighted = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    gated, squares = x.new_empty(sizes.top_k, sizes.inner), squares_of(values)
-    read = gate_up.data, down.data, gate_up.packing.scales, down.packing.scales, x, *routing, shared, residual
-    written = gated, values, weighted, squares, _row_counter(sizes.programs, x.device)
-    pointers = (None if each is None else each.data_ptr() for each in (*read, norm.weight, *written))
-    kernel = _row_kernel(sizes, shared is not None, norm.weight.dtype == torch.float32, x.device)
-    kernel.launch(sizes.programs, (_Row(*pointers, 0, sizes.hidden, 1),))
+    squares, scales = squares_of(values), weight.packing.scales
+    given = weight.data, scales, gated, *routing, shared, residual, norm.weight, values, weighted, squares
+    pointers = (None if each is None else each.data_ptr() for each in given)
+    kernel = _down_kernel(hidden, inner, top_k, shared is not None, norm.weight.dtype == torch.float32, gated.device)
+    kernel.launch(hidden // PART, (_Down(*pointers, 0, hidden, 1),))
     return Normed(values, weighted, squares, norm.eps)
 
 
