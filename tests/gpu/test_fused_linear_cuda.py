@@ -18,6 +18,7 @@ CHAINS = [
     *[(rows, *shape, dtype) for rows in (5, 33) for shape in AWKWARD for dtype in (FLOAT, BFLOAT)],
     (4, *LLAMA, FLOAT),
     (7, *SMOL[1], HALF),
+    *[(rows, 2048, 4096, BFLOAT) for rows in (1, 2)],  # whose programs have all of their rows of W, of one row
 ]
 HEADS = [
     *[(rows, 49152, 576, BFLOAT) for rows in (1, 16, 17, 40)],

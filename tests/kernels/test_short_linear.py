@@ -8,12 +8,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from emulators.cuda import CudaEmulator
+from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, Normed, OrderedWeight
 from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear import ordered, short_linear as short
 from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.short_linear import Short, short_for
+from overlap_spec_kernels.linear.short_linear import RowLinear, Short, row_linear_for, short_for
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -126,3 +126,46 @@ def test_which_linears_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen(16, 2048, gated=True) == Short(64, 16) and chosen(16, 4096) is None
     with assuming((10, 0)):
         assert chosen(1, 576) is None
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_row_and_its_residual(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
+    """W is on its way before x is there, and what the norm after it needs is written."""
+    short._row_kernel.cache_clear()
+    monkeypatch.setattr(short, "_LEAST_ROW_BYTES", 0)
+    monkeypatch.setattr(short, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(short, "num_multiprocessors", lambda device: 3)
+    weight, x, residual = guarded(drawn(48, 512, scale=512**-0.5)), guarded(drawn(1, 512)), drawn(1, 48)
+    norm = Norm((1 + torch.rand(48)).to(torch.float32 if wide else BFLOAT), 1e-5)
+    cut = row_linear_for(x, weight, Addition(residual, norm))
+    assert cut is not None
+    for seed in range(3):
+        emulator.seed, emulator.written_before = seed, [x, residual]
+        found = ran(cut, x, weight, False, BFLOAT, Addition(residual, norm))
+        torch.testing.assert_close(
+            found.values.double(), residual + x.double() @ weight.double().t(), rtol=2**-7, atol=2**-7
+        )
+        assert torch.equal(found.weighted, (found.values.float() * norm.weight.float()).to(BFLOAT))
+        assert found.squares is not None
+        torch.testing.assert_close(found.squares[:, 0], found.values.float().square().view(-1, 16).sum(1))
+
+
+def test_which_linears_of_one_row_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others: several rows, without a residual, of another type, with more programs than run at once, small or long."""
+    monkeypatch.setattr(short, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(short, "num_multiprocessors", lambda device: 132)
+
+    def fits(rows: int = 1, size_n: int = 2048, size_k: int = 4096, dtype: torch.dtype = BFLOAT) -> bool:
+        x, weight = torch.zeros(rows, size_k, dtype=dtype), torch.zeros(size_n, size_k, dtype=dtype)
+        add = Addition(torch.zeros(rows, size_n, dtype=dtype), Norm(torch.zeros(size_n, dtype=dtype), 1e-5))
+        assert row_linear_for(x, weight, None) is None
+        return row_linear_for(x, weight, add) is not None
+
+    assert fits()
+    assert not fits(rows=2) and not fits(dtype=torch.float16) and not fits(size_n=2128) and not fits(size_n=2040)
+    assert not fits(size_n=512) and not fits(size_k=4352) and not fits(size_k=4224)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_one_row_compiles() -> None:
+    assert short._row_kernel(RowLinear(4096, False), torch.device("meta"))._code._compile()

@@ -25,6 +25,7 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 SOURCE = Path(__file__).parent / "cuda" / "short_decode.cu"
 _WARPS = 4
 _STAGES = {64: 3, 128: 3, 256: 2}  # by head size: of 8 KB a warp with 128; with q, new rows and inbox 116 of 227 KB
+_FEW_HEADS, _FEW_STAGES = 4, 2  # KV heads of one request with norms, beside which there is room for a linear's program
 _PAIRS = 16  # of a row and a head, of a program
 _CHUNK = 16  # keys that a warp attends to at once; a page is a multiple of it
 _MOST_KEYS = 2048  # with more, reading keys takes longer than combining sums: the other kernels read faster
@@ -131,8 +132,10 @@ def attend(parts: Sequence[Step], scale: float, read_before_wait: bool, norms: H
 def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None) -> None:
     """Shapes: out [T, nq * d]."""
     num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
-    size = cluster_size(step)
+    size, stages = cluster_size(step), _STAGES[head_dim]
     assert size is not None, "`takes` is asked first"
+    if norms is not None and num_requests * kv_heads <= _FEW_HEADS:
+        stages = min(stages, _FEW_STAGES)
     defines = (
         f"WIDTH={step.width}",
         f"GROUP={step.group}",
@@ -140,7 +143,7 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms
         f"HEAD={head_dim}",
         f"PAGE_SIZE={page_size}",
         f"WARPS={_WARPS}",
-        f"STAGES={_STAGES[head_dim]}",
+        f"STAGES={stages}",
         f"CLUSTER={size}",
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
         f"NORMED={0 if norms is None else 8 * norms.query.element_size()}",
@@ -153,12 +156,12 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms
         table_stride=step.page_table.stride(0),
         table_columns=step.page_table.shape[1],
     )
-    _kernel(defines, head_dim).launch(num_requests * kv_heads * size, (work,))
+    _kernel(defines, head_dim, stages).launch(num_requests * kv_heads * size, (work,))
 
 
 @functools.cache
-def _kernel(defines: tuple[str, ...], head_dim: int) -> CudaKernel:
+def _kernel(defines: tuple[str, ...], head_dim: int, stages: int) -> CudaKernel:
     """With q, k and v of the new rows, the ring, and the inbox in shared memory."""
     heads = 2 * _CHUNK * head_dim
-    shared = 3 * heads + _WARPS * _STAGES[head_dim] * 2 * heads + 2 * heads
+    shared = 3 * heads + _WARPS * stages * 2 * heads + 2 * heads
     return CudaKernel(CudaCode(SOURCE, defines), "short_decode", 32 * _WARPS, shared)

@@ -24,6 +24,7 @@ from overlap_spec_kernels.launch import require
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.short_linear import row_linear_for
 from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
 from overlap_spec_kernels.linear.whole_rows_linear import whole_rows_for
@@ -108,7 +109,7 @@ def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
 def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
     """Run the kernel that applies. Returns None, having run nothing, if none does."""
     rows = rows_of(x)
-    if cut := whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
+    if cut := row_linear_for(x, weight, add) or whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
         call = call_of(x, weight, gated, add, dtype, cut.block_n)
         cut.run(call, cut.num_programs(weight, gated))
     elif gated and (wide := _wide_cut(rows, weight, gated)):
