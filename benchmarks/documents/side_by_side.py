@@ -94,7 +94,8 @@ def side_by_side(name: str, results: Path) -> str:
     reports = {file: json.loads((results / file).read_text()) for file in shown.files.values()}
     columns = [(group, column) for group in shown.files for column in shown.own.get(group, shown.columns)]
     head = [shown.first, *(f"{group}, {column}" for group, column in columns)]
-    origins = [f"- {group}: {described(results / file, reports[file])}" for group, file in shown.files.items()]
+    names = {file: [group for group, own in shown.files.items() if own == file] for file in reports}
+    origins = [f"- {', '.join(names[file])}: {described(results / file, reports[file])}" for file in reports]
     groups = [of_group(group, reports[file]) for group, file in shown.files.items()]
     return "\n".join([table(head, shown.lines(groups)), "", *origins])
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents.side_by_side import TABLES, default_lines, feature_lines, of_group, side_by_side, step_lines
+from documents.side_by_side import TABLES, SideBySide, default_lines, feature_lines, of_group, side_by_side, step_lines
 
 from overlap_spec.runtime.source import PARTS, Source
 
@@ -38,6 +38,20 @@ def test_a_group_of_default_numbers_has_the_rows_of_its_acceptance() -> None:
     rows = [cell(8, 64, 1.5) | {"case": "8b-2.5"}, cell(8, 64, 1.0) | {"case": "8b-1.3"}]
     assert of_group("1.3", {"rows": rows})["rows"] == rows[1:]
     assert of_group("answers of 256 at 2.5", {"rows": rows})["rows"] == rows
+
+
+def test_a_file_of_several_groups_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = SideBySide({"2.5": "a.json", "1.3": "a.json"}, "batch", ("64", "256"), default_lines)
+    monkeypatch.setitem(TABLES, "grid", shown)
+    rows = [
+        cell(8, length, call) | {"case": case}
+        for case, call in (("8b-2.5", 1.5), ("8b-1.3", 1.0))
+        for length in (64, 256)
+    ]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows, "run": RUN}))
+    lines = side_by_side("grid", tmp_path).splitlines()
+    assert lines[2] == "| 8 | 1.50 | 1.50 | 1.00 | 1.00 |"
+    assert [line.partition(": ")[0] for line in lines if line.startswith("- ")] == ["- 2.5, 1.3"]
 
 
 def test_features_are_of_single_requests() -> None:
