@@ -28,7 +28,7 @@ ATTENTION = {
     "NUM_KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "PAGE_SIZE": 16, "APART": True, "WINDOW": 0, "FIRST_PART": 128,
     "FEW": 8, "BLOCK_N": 64, "BLOCK_D": 64, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
-WINDOWS = ATTENTION | {"WIDTH": 4, "BLOCK_W": 4, "IN_REGISTERS": False}
+WINDOWS = ATTENTION | {"WIDTH": 4, "BLOCK_W": 4, "IN_REGISTERS": False, "LATE": False}
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "16 bits, pieces": (ordered._ordered_linear_kernel, PIECES, {}),
     "16 bits": (ordered._ordered_linear_kernel, LINEAR, {}),

@@ -1,7 +1,8 @@
 """`ordered_attention` for the windows of a step, in one launch that also rotates them and writes their keys.
 
 Its programs rotate queries and keys as `rope_kv_write` does, and a program writes the new keys that it attends to. Of
-the programs of a request and a KV head, the last to leave its parts merges all of them, in the order of positions.
+the programs of a request and a KV head, the last to leave its parts merges all of them, in the order of positions. A
+program without a part ends at once, without a wait: the kernel has ended when those that have parts have.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH
 from overlap_spec_kernels.linear.call import num_multiprocessors
 
 _SMALL_HEAD, _SHORT = 64, 2048  # columns and keys of what waits in registers: two blocks, and few other parts
+_WARPS_OF_LARGE = 8  # of a program of one row of larger heads: four would spill registers
 _COUNTERS = 1024  # units whose parts are taken apart are fewer than multiprocessors
 
 
@@ -73,7 +75,10 @@ def ordered_windows(
     (_, _, num_kv_heads, head_dim), num_rows = k_cache.shape, len(qkv)
     q = qkv.view(num_rows, -1, head_dim)[:, : -2 * num_kv_heads]
     width = num_rows // len(page_table)
-    tiling = ordered_tiling(q, k_cache, page_table, width, num_multiprocessors(qkv.device))
+    most = num_multiprocessors(qkv.device)
+    tiling = ordered_tiling(q, k_cache, page_table, width, most)
+    if _takes_multiprocessors(qkv, k_cache, width, tiling):
+        tiling = tiling._replace(splits=min(tiling.splits, max(most // (num_rows * num_kv_heads), 1)))
     return attend_to_windows(*given, scale, tiling, read_before_wait, window, scales)
 
 
@@ -124,6 +129,7 @@ def attend_to_windows(
         stats = qkv.new_empty((num_rows, num_heads, tiling.num_parts, 2), dtype=torch.float32)
         counters = _counters(qkv.device)
     width, in_16_bits = num_rows // num_requests, qkv.dtype == k_cache.dtype
+    is_large = _takes_multiprocessors(qkv, k_cache, width, tiling)
     is_short = width == 1 and head_dim <= _SMALL_HEAD and page_table.shape[1] * page_size <= _SHORT
     _ordered_windows_kernel[(num_kv_heads * tiling.splits, num_requests)](
         *(qkv, cos_sin, positions, page_table, k_cache, v_cache, partial, stats, counters, out),
@@ -144,6 +150,7 @@ def attend_to_windows(
         WINDOW=window or 0,
         EIGHT_BITS=k_cache.element_size() == 1 and k_cache.is_cuda,
         IN_REGISTERS=tiling.num_parts > 0 and is_short and in_16_bits,
+        LATE=is_large,
         READ_BEFORE_WAIT=read_before_wait,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
@@ -151,12 +158,20 @@ def attend_to_windows(
         BLOCK_N=_BLOCK_N if head_dim <= _WIDE_HEAD else _BLOCK_N // 2,
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         BLOCK_W=next_power_of_2(width),
-        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4),
+        num_warps=_WARPS_OF_LARGE if is_large else max(tiling.block_m // _ROWS_OF_WARP, 4),
         num_stages=_STAGES_APART if tiling.num_parts else _STAGES,
         enable_fp_fusion=False,
         **dependent_launch(qkv.device, num_rows),
     )
     return out
+
+
+def _takes_multiprocessors(qkv: Tensor, k_cache: Tensor, width: int, tiling: OrderedTiling) -> bool:
+    """Whether a program takes a whole one: of one row of larger heads, with parts apart.
+
+    The next linear begins late then: what it copies would be ahead of the row.
+    """
+    return width == 1 and k_cache.shape[3] > _SMALL_HEAD and qkv.dtype == k_cache.dtype and tiling.num_parts > 0
 
 
 @functools.cache
@@ -173,15 +188,16 @@ def _ordered_windows_kernel(
     num_parts: int, splits: int,
     WIDTH: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr,
-    IN_REGISTERS: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, LATE: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr,
+    FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (KV head and split, request); m of a block is (row, head).
+    """Program (KV head and split, request); m of a block is (row, head). LATE: the next kernel begins when q is there.
 
     IN_REGISTERS, of one row: a block of keys is loaded before the row is there, or two, if they are all and parts.
     """
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # of a cache's rows
-    let_next_begin(PDL)
+    let_next_begin(PDL and not LATE)
     if not READ_BEFORE_WAIT:
         wait(PDL)
     kv_head, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -236,6 +252,7 @@ def _ordered_windows_kernel(
             k, v = tl.where(is_it, one_k, k), tl.where(is_it, one_v, v)
             next_k, next_v = tl.where(is_next, one_k, next_k), tl.where(is_next, one_v, next_v)
         tl.debug_barrier()
+        let_next_begin(PDL and LATE)
         if not APART:
             acc, highest, denominator = _attend(
                 q, position, first_part, k_ptr, v_ptr, table_row_ptr, first_block, seen_key, end_key, scale_log2,
@@ -254,8 +271,6 @@ def _ordered_windows_kernel(
                 target_ptr, out_row * num_parts, live, mask, scale_log2, v_scale, STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW,
                 EIGHT_BITS, IN_REGISTERS, FIRST_PART, FEW, BLOCK_N, BLOCK_D
             )  # fmt: skip
-    elif READ_BEFORE_WAIT:
-        wait(PDL)
 
 
 @TritonKernel
