@@ -240,6 +240,41 @@ def test_a_norm_between_linears_in_fp8(model: str) -> None:
                 assert torch.equal(found, expected[name][:count]), (first, name, count)
 
 
+@pytest.mark.parametrize("model", ["1B", "8B"])
+def test_a_layer_in_one_launch_in_fp8(model: str) -> None:
+    """From its attention on: the bits of its linears one after another, again and again from one graph."""
+    weights = {}
+    for linear in ("output", "gate, up", "down"):
+        weight = quantized(8, 0)(*SHAPES[model][linear][:2])
+        assert isinstance(weight, QuantizedWeight)
+        weights[linear] = OrderedQuantizedWeight.of(weight)
+    output, gate_up, down = weights.values()
+    size, heads = output.shape
+    norms = [Norm((torch.rand(size, device="cuda") + 0.5).to(BFLOAT), 1e-5) for _ in range(2)]
+    for turn in range(8):
+        x = torch.randn(1, 2 * heads, device="cuda").to(BFLOAT)[:, heads:]
+        residual = torch.randn(1, size, device="cuda").to(BFLOAT)
+
+        def chained(x: Tensor = x, residual: Tensor = residual) -> Normed:
+            found = output.add_mlp(x, residual, norms[0], gate_up, down, norms[1])
+            assert found is not None
+            return found
+
+        middle = output.add(x, residual, norms[0])
+        expected = down.add(gate_up.gated(middle), middle.values, norms[1])
+        chained()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [chained() for _ in range(4)]
+        for _ in range(10):
+            graph.replay()
+            for found in results:
+                assert torch.equal(found.values, expected.values), turn
+                assert torch.equal(found.weighted, expected.weighted), turn
+                assert found.squares is not None and expected.squares is not None
+                assert torch.equal(found.squares, expected.squares), turn
+
+
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
 def test_linears_of_few_bits(name: str, bits: int, group: int) -> None:
     judge(f"linears in {name}", linears(quantized(bits, group)))

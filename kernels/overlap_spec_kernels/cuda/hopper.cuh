@@ -146,6 +146,13 @@ __device__ __forceinline__ void copy_bytes_once(u32 target, const void* source, 
         : "memory");
 }
 
+// Copy 16 bytes by this thread, which sees those of all its copies after `wait_for_pieces`.
+__device__ __forceinline__ void copy_piece(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Bring the line of an address into the L2 cache.
 __device__ __forceinline__ void prefetch_line(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

@@ -29,6 +29,7 @@ from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import Addition, call_of, num_columns
 from overlap_spec_kernels.linear.ordered import OrderedOperand, OrderedWeight, multiply_many
+from overlap_spec_kernels.linear.packed_chain import Layer, Weight, alone_for, chain_for
 from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, in_rows
 from overlap_spec_kernels.linear.quantized import PackedWeight, QuantizedWeight
@@ -78,11 +79,31 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
             return added
         return add_in_parts(self.multiplied(x, False, torch.float32), residual, norm)
 
+    def add_mlp(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        gate_up: OrderedQuantizedWeight,
+        down: OrderedQuantizedWeight,
+        next_norm: Norm,
+    ) -> Normed | None:
+        """The sum with the residual, and with what a gated MLP makes of it, in one launch; None where none does it."""
+        if not runs_triton(x):
+            return None
+        output, first, last = (Weight(weight.data, weight.packing) for weight in (self, gate_up, down))
+        layer = Layer(output, norm, first, last, next_norm)
+        chain = chain_for(x, layer)
+        return None if chain is None else chain.run(x, residual, layer)
+
     def _normed_times(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype) -> Tensor:
         """A large weight multiplies rows before their scale, with any number of rows."""
         large = self._in_fragments and 2 * self.shape[0] * self.shape[1] >= _LARGE
         if not large or not isinstance(x, Normed) or x.squares is None:
             return self.multiplied(normalised(x), gated, dtype)
+        weight = Weight(self.data, self.packing)
+        if not gated and dtype == self.dtype and runs_triton(x.weighted) and (alone := alone_for(x, weight)):
+            return alone.product(x, weight)
         if product := self._launch(x, gated, dtype):
             return product.values
         matrix, parts = self._matrix(False), parts_in_one_order(*self.shape, gated)

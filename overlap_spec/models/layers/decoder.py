@@ -18,8 +18,8 @@ from torch import Tensor
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.attention import AttentionShape, LayerShape, PagedAttention
 from overlap_spec.models.layers.linear import AnyLinear, Linear
-from overlap_spec.models.layers.mlp import MLP
-from overlap_spec.models.layers.norm import HeadNormLinear, Norm
+from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.norm import HeadNormLinear, Norm, RMSNorm
 from overlap_spec.models.work import ForwardWork, attention_work, total_work
 
 
@@ -120,12 +120,12 @@ class SelfAttention:
         return self.qkv.rows(slice(queries, None)) if isinstance(self.qkv, Linear) else self.qkv
 
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
-        return self.output(self._attended(x, attend))
+        return self.output(self.attended(x, attend))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, self._attended(x, attend), attend.kept(x.values))
+        return norm.join(self.output, self.attended(x, attend), attend.kept(x.values))
 
-    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+    def attended(self, x: Normed, attend: Attend) -> Tensor:
         """What the second linear reads. Shapes: [T, H] -> [R, n d]."""
         return attend(self.qkv.unnormed(x)[1] if isinstance(self.qkv, HeadNormLinear) else self.qkv(x))
 
@@ -141,7 +141,7 @@ class GatedAttention(SelfAttention):
         work = self.qkv.work + self.output.work + attention_work(self.shape.num_heads, self.shape.head_dim)
         return work if self.gate is None else work + self.gate.work
 
-    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+    def attended(self, x: Normed, attend: Attend) -> Tensor:
         heads = self.qkv(x)
         if self.gate is None:
             gates, heads = heads.tensor_split([self.shape.num_heads * self.shape.head_dim], dim=1)
@@ -180,7 +180,14 @@ class PreNormLayer:
         return total_work(part.work for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp))
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
-        return self.mlp.add(self.attention.add(x, self.mlp_norm, attend), next_norm)
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, SelfAttention) or type(mlp) is not GatedMLP:
+            return mlp.add(attention.add(x, self.mlp_norm, attend), next_norm)
+        attended, residual = attention.attended(x, attend), attend.kept(x.values)
+        if isinstance(self.mlp_norm, RMSNorm) and isinstance(next_norm, RMSNorm):
+            linears = mlp.gate_up, mlp.down
+            return attention.output.add_mlp(attended, residual, self.mlp_norm, *linears, next_norm)
+        return mlp.add(self.mlp_norm.join(attention.output, attended, residual), next_norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,19 @@ class AnyLinear(ABC):
         rows, values = add_rms_norm(self(x), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 
+    def add_mlp(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        gate_up: "AnyLinear",
+        down: "AnyLinear",
+        next_norm: Norm,
+    ) -> Normed:
+        """`add`, and then the sum with what a gated MLP makes of it. Shapes: x [T, I], residual [T, O] -> [T, O]."""
+        middle = self.add(x, residual, norm)
+        return down.add(gate_up.gated(middle), middle.values, next_norm)
+
     def logits(self, x: Tensor | Normed) -> Tensor:
         """Logits of a head, unrounded: in 16 bits many would be equal. Shapes: -> [T, O], float32 or wider."""
         y = self(x)

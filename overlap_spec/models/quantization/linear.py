@@ -15,6 +15,8 @@ from overlap_spec_kernels import (
     ExpertWeight,
     Float4Weight,
     GroupedWeight,
+    Norm,
+    Normed,
     OrderedQuantizedWeight,
     Packing,
     QuantizedStack,
@@ -27,7 +29,7 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import FusedLinear
+from overlap_spec.models.layers.linear import AnyLinear, FusedLinear
 
 LARGEST = 448.0  # float8 e4m3
 
@@ -249,3 +251,26 @@ class QuantizedLinear(OperandLinear):
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.operand.dtype
+
+    def add_mlp(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        gate_up: AnyLinear,
+        down: AnyLinear,
+        next_norm: Norm,
+    ) -> Normed:
+        own, first, last = map(_ordered, (self, gate_up, down))
+        if own is not None and first is not None and last is not None:
+            added = own.add_mlp(x, residual, norm, first, last, next_norm)
+            if added is not None:
+                return added
+        return FusedLinear.add_mlp(self, x, residual, norm, gate_up, down, next_norm)
+
+
+def _ordered(linear: AnyLinear) -> OrderedQuantizedWeight | None:
+    """The operand of a linear that is nothing else."""
+    if not isinstance(linear, QuantizedLinear) or linear.bias is not None:
+        return None
+    return linear.operand if isinstance(linear.operand, OrderedQuantizedWeight) else None

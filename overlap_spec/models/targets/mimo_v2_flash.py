@@ -96,7 +96,7 @@ class NarrowAttention(SelfAttention):
 
     value_dim: int  # dv; the second linear is [H, n dv]
 
-    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+    def attended(self, x: Normed, attend: Attend) -> Tensor:
         """Shapes: [T, H] -> [R, n dv]."""
         found = attend(self.qkv(x))
         by_head = found.view(len(found), self.shape.num_heads, -1)

@@ -1,6 +1,8 @@
 """What --enable-deterministic-inference puts in place on a GPU: linears of one order, and keys in parts by position."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,10 +27,14 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers import attention
-from overlap_spec.models.layers.attention import PagedAttention, PagedLayer
+from overlap_spec.models.layers.attention import AttentionShape, PagedAttention, PagedLayer
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.linear_forms import OrderedLinear, in_one_order, linears_of
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import RMSNorm, WideRMSNorm
+from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
 from overlap_spec.worker.build import attention_choices, load_models
 
@@ -148,3 +154,51 @@ def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPat
 def test_the_setting_is_the_targets_alone() -> None:
     of_target, of_draft = attention_choices(replace(AttentionSettings(), target_in_order=True))
     assert of_target.places_rows and not of_draft.places_rows
+
+
+class FirstHeads:
+    """In the place of attention: the first columns of what the first linear gives."""
+
+    def placed(self, rows: SimpleNamespace) -> SimpleNamespace:
+        return rows
+
+    def __call__(self, index: int, qkv: Tensor, rows: SimpleNamespace, read_before_wait: bool) -> Tensor:
+        return qkv[:, :128]
+
+
+@pytest.mark.parametrize(("wide", "biased"), [(False, False), (True, False), (False, True)])
+def test_layers_ask_for_one_launch(monkeypatch: pytest.MonkeyPatch, wide: bool, biased: bool) -> None:
+    """Where norms or biases are others, linears run one after another."""
+    asked: list[tuple[object, ...]] = []
+
+    def record(self: OrderedQuantizedWeight, x: Tensor, residual: Tensor, norm: Norm, *linears: object) -> None:
+        asked.append((self, *linears[:2]))
+
+    monkeypatch.setattr(OrderedQuantizedWeight, "add_mlp", record)
+
+    def linear(size_n: int, size_k: int) -> QuantizedLinear:
+        plain = QuantizedWeight(*StoredWeight.rounded(torch.randn(size_n, size_k)).in_rows(), BFLOAT)
+        bias = torch.zeros(size_n, dtype=BFLOAT) if biased else None
+        return QuantizedLinear(OrderedQuantizedWeight.of(plain), bias)
+
+    def norm() -> RMSNorm | WideRMSNorm:
+        return WideRMSNorm(torch.ones(128), 1e-5) if wide else RMSNorm(torch.ones(128, dtype=BFLOAT), 1e-5)
+
+    shape = AttentionShape(4, 1, 32, 1.0, None, RopeConfig("default", 1e4, 32, 64, {}))
+    layers = [
+        PreNormLayer(
+            norm(),
+            SelfAttention(linear(192, 128), linear(128, 128), shape),
+            norm(),
+            GatedMLP(linear(512, 128), linear(128, 256)),
+        )
+        for _ in range(3)
+    ]
+    rows = SimpleNamespace(read=None)
+    rows.read_whole = lambda: rows
+    x = torch.randn(2, 128).to(BFLOAT)
+    found, _ = run_layers(norm().enter(x), layers, norm(), cast(Any, FirstHeads()), cast(Any, rows))
+    assert found.values.isfinite().all() and not torch.equal(found.values, x)
+    parts = [(each.attention.output, each.mlp.gate_up, each.mlp.down) for each in layers]
+    expected = [] if wide or biased else [tuple(id(part.operand) for part in of_layer) for of_layer in parts]
+    assert [tuple(map(id, each)) for each in asked] == expected

@@ -5,6 +5,8 @@
 // eight sums of a thread. It goes through shared memory, so that eight threads write 64 columns of a row.
 #pragma once
 
+#include "additions.cuh"
+
 struct Sums {
     float of[TILES][SUMS];
     Pair scale[TILES];
@@ -102,17 +104,10 @@ __device__ __forceinline__ void combine(float (&y)[8], float (&sums)[MATRICES][8
     }
 }
 
-// What a thread adds to its eight columns of a row, and the weights of the norm.
-struct Addends {
-    uint4 residual = {0, 0, 0, 0}, norm = {0, 0, 0, 0};
-
-    __device__ __forceinline__ Addends(const Work& work, int row, int column) {
-        if (work.residual == nullptr || row >= work.num_rows || column >= work.size_n) return;
-        const u16* of_row = work.residual + static_cast<long long>(row) * work.residual_stride;
-        residual = *reinterpret_cast<const uint4*>(of_row + column);
-        norm = *reinterpret_cast<const uint4*>(work.norm + column);
-    }
-};
+__device__ __forceinline__ Addends addends_of(const Work& work, int row, int column) {
+    bool inside = work.residual != nullptr && row < work.num_rows && column < work.size_n;
+    return Addends(work.residual + static_cast<long long>(row) * work.residual_stride, work.norm, column, inside);
+}
 
 // Those of a tile, into the L2 cache, by the helpers: memory would deliver them after all of W.
 __device__ __forceinline__ void prefetch_addends(const Work& work, const Item& item) {
@@ -121,51 +116,6 @@ __device__ __forceinline__ void prefetch_addends(const Work& work, const Item& i
     prefetch_lines(work.norm + column, bytes, thread, HELPERS * 32);
     for (int row = thread; row < work.num_rows; row += HELPERS * 32)
         prefetch_lines(work.residual + static_cast<long long>(row) * work.residual_stride + column, bytes, 0, 1);
-}
-
-__device__ __forceinline__ void unpack(float (&values)[8], const uint4& packed) {
-    const u32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        values[2 * i] = widen_bfloat16(pairs[i]).x;
-        values[2 * i + 1] = widen_bfloat16(pairs[i]).y;
-    }
-}
-
-__device__ __forceinline__ uint4 round8(const float (&values)[8]) {
-    u32 low = round_bfloat16(values[0], values[1]), next = round_bfloat16(values[2], values[3]);
-    return {low, next, round_bfloat16(values[4], values[5]), round_bfloat16(values[6], values[7])};
-}
-
-// Add to the residual; the sum of squares of 64 columns of a row.
-__device__ __forceinline__ void write_sum(
-    float (&y)[8], const Work& work, const Addends& addends, long long at, int row, int column
-) {
-    bool valid = row < work.num_rows && column < work.size_n;
-    float values[8], weights[8], squares[8];
-    unpack(values, addends.residual);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] += values[i];
-    uint4 rounded = round8(y);
-    unpack(values, rounded);
-    unpack(weights, addends.norm);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        squares[i] = valid ? __fmul_rn(values[i], values[i]) : 0;
-        weights[i] *= values[i];
-    }
-    if (valid) {
-        *reinterpret_cast<uint4*>(static_cast<u16*>(work.out) + at) = rounded;
-        *reinterpret_cast<uint4*>(work.weighted + at) = round8(weights);
-    }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2)  // neighbours first, as ordered_quantized.py adds them
-#pragma unroll
-        for (int i = 0; i < 8; i += 2 * step) squares[i] = __fadd_rn(squares[i], squares[i + step]);
-    float sum = squares[0];
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
-    if (threadIdx.x % 8 == 0 && row < work.num_rows) work.sums[column / 64 * work.num_rows + row] = sum;
 }
 
 __device__ __forceinline__ void write_row(const float (&y)[8], const Work& work, long long at) {
@@ -192,10 +142,13 @@ __device__ __forceinline__ void write_patch(
     float4 low = eight[0], high = eight[1];
     float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     long long at = static_cast<long long>(row) * work.size_n + column;
-    if (work.residual != nullptr)
-        write_sum(values, work, addends, at, row, column);
-    else if (row < work.num_rows && column < work.size_n)
+    bool inside = row < work.num_rows && column < work.size_n;
+    if (work.residual != nullptr) {
+        float sum = write_sum(values, addends, static_cast<u16*>(work.out), work.weighted, at, inside);
+        if (threadIdx.x % 8 == 0 && inside) work.sums[column / 64 * work.num_rows + row] = sum;
+    } else if (inside) {
         write_row(values, work, at);
+    }
 }
 
 // ---- a tile ----
@@ -219,7 +172,7 @@ __device__ __forceinline__ void finish_parts(
     for (int number = item.part * count / work.splits; number < end; ++number) {
         int block = number / patches, patch = number % patches, column = column_of(item, staging.group, block);
         if (column >= work.size_n) continue;
-        Addends addends(work, patch * 16 + thread / 8, column + thread % 8 * 8);
+        Addends addends = addends_of(work, patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
 #pragma unroll
         for (int i = 0; i < MATRICES * 2; ++i) {
@@ -255,7 +208,7 @@ __device__ __forceinline__ void finish_whole(
     for (int number = 0; number < BLOCKS * PATCHES; ++number) {
         int patch = number % PATCHES, column = column_of(item, staging.group, number / PATCHES);
         if (column >= work.size_n || item.row + patch * 16 >= work.num_rows) continue;
-        Addends addends(work, item.row + patch * 16 + thread / 8, column + thread % 8 * 8);
+        Addends addends = addends_of(work, item.row + patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
         take_patch(sums, all, number);
         finish_patch(sums, work, item, row_scales, staging, addends, patch, column);

@@ -59,12 +59,6 @@ __device__ __forceinline__ void copy_w(const Work& work, char* memory, u64* arri
     }
 }
 
-__device__ __forceinline__ void copy_piece(u32 target, const u16* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ __forceinline__ void copy_x(const Work& work, char* memory) {
     constexpr int PIECES = SIZE_K / 8;
     int rows = work.num_rows;
