@@ -40,7 +40,7 @@ def compilers() -> ProcessPoolExecutor:
 
 
 def _begin(parent: int) -> None:
-    """Ctrl-C in a terminal reaches them too: it is the parent's, and a pool whose processes are gone reports it loudly."""
+    """Ctrl-C in a terminal reaches them too, but is the parent's: a pool without its processes reports it loudly."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from overlap_spec_kernels import begin_compiler
 
