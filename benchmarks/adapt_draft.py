@@ -272,7 +272,8 @@ def told(
 ) -> dict[str, Any]:
     """Figures of a server."""
     time.sleep(2.0)  # for audits that wait
-    audit = service.get("/audit").json()["figures"]
+    report = service.get("/audit").json()
+    audit = report["figures"]
     return {
         "chats": round(mean(chats, "accept_length"), 4),
         "records": round(mean(records, "accept_length"), 4),
@@ -282,7 +283,16 @@ def told(
         "audited_tokens": audit["tokens"],
         "faults": audit["faults"],
         "windows": [{"accept_length": each["accept_length"]} for each in records[:-1]] + records[-1:],
+        **({"audit": with_records(report)} if audit["faults"] else {}),
     }
+
+
+def with_records(audit: dict[str, Any]) -> dict[str, Any]:
+    """A server's audit with all that runs requests with a fault again, and the differences nearest to the bound."""
+    path, most = audit["fault_file"], 1e30  # the margin of a forbidden token
+    recent = sorted(audit["recent"], key=lambda each: each["margin"] or most, reverse=True)
+    lines = Path(path).read_text().splitlines() if path else []  # it could not be written
+    return audit | {"recent": recent[:20], "records": [json.loads(line) for line in lines]}
 
 
 def trained_head(given: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import adapt_draft
 import drafters
@@ -291,3 +292,22 @@ def test_seeds_of_a_draft_that_learns_are_joined_and_keep_their_commits() -> Non
     }  # fmt: skip
     told = [(row["seed"], row["gained"], row["trained_on"], row["throughput"]) for row in found["summary"]]
     assert told == [(0, 0.4, 0, 0.98), (2, 0.5, 0, 0.98)] and found["run"]["commit"] == "a"
+
+
+def test_a_draft_that_learns_tells_of_a_fault_what_runs_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(faults: int, path: Path | None) -> dict[str, Any]:
+        recent = [{"margin": 0.01}, {"margin": 0.9}, {"margin": None}] * 10
+        report = {"figures": {"tokens": 9, "faults": faults}, "recent": recent, "fault_file": path and str(path)}
+        service = SimpleNamespace(get=lambda _: SimpleNamespace(json=lambda: report))
+        traffic: Any = SimpleNamespace(tokens_per_second=lambda: 1.0)
+        window = {"seconds": 5.0, "accept_length": 2.0, "learning": 0.0}
+        return adapt_draft.told(cast(Any, service), traffic, [window], [window])
+
+    monkeypatch.setattr(adapt_draft.time, "sleep", lambda _: None)
+    (tmp_path / "faults.jsonl").write_text('{"prompt_ids": [5]}\n{"prompt_ids": [6]}\n')
+    audit = told(2, tmp_path / "faults.jsonl")["audit"]
+    assert [each["prompt_ids"] for each in audit["records"]] == [[5], [6]]
+    assert [each["margin"] for each in audit["recent"]] == [None] * 10 + [0.9] * 10
+    assert told(1, None)["audit"]["records"] == [] and "audit" not in told(0, None)
