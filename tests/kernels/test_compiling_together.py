@@ -1,7 +1,10 @@
 """Kernels that are compiled together: nothing is launched, torch reads zeros, and at the end all are in the cache."""
 
 import contextlib
+import importlib
+import inspect
 import os
+import pkgutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -10,13 +13,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import overlap_spec_kernels
 import pytest
 import torch
 from overlap_spec_kernels import compile_pool
 from overlap_spec_kernels.compile_pool import _NoDevice, begin_compiler as begin, compiling_together, end_with
-from overlap_spec_kernels.experts.route import row_parts
 from overlap_spec_kernels.launch import NotMadeError, TritonKernel, check_making, compiling_only, made_before
-from overlap_spec_kernels.linear import quantized_tiles, warpgroup_linear
 from overlap_spec_kernels.linear.packed_products import split_counters
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import _COMPILER, CudaCode, CudaKernel
@@ -174,13 +176,24 @@ def test_a_launch_waits_for_its_own_kernel_and_the_end_for_all(
     assert triton.knobs.runtime.jit_cache_hook is None and _COMPILER.get() is not compilations.compiled
 
 
+def made_once() -> set[Any]:
+    """The functions that make a tensor once, for all launches of a kernel."""
+    return {
+        function.__wrapped__
+        for module in pkgutil.walk_packages(overlap_spec_kernels.__path__, "overlap_spec_kernels.")
+        for function in vars(importlib.import_module(module.name)).values()
+        if hasattr(function, "cache_info") and function.__annotations__["return"] in ("Tensor", torch.Tensor)
+    }
+
+
 def test_what_launches_share_is_not_made_in_a_capture() -> None:
-    with made_before():
-        for made in (warpgroup_linear.tile_counters, quantized_tiles.tile_counters, split_counters):
-            with pytest.raises(NotMadeError, match="counters"):
-                made.__wrapped__(torch.device("cpu"))
-        with pytest.raises(NotMadeError, match="counters"):
-            row_parts.__wrapped__(5, torch.device("cpu"))
+    found = made_once()
+    assert len(found) >= 6
+    for make in found:
+        sizes = [5] * (len(inspect.signature(make).parameters) - 1)
+        with made_before(), pytest.raises(NotMadeError, match="counters"):
+            make(*sizes, torch.device("cpu"))
+        assert len(make(*sizes, torch.device("cpu"))) > 0
     check_making("a")
     assert not split_counters.__wrapped__(torch.device("cpu")).any()
 
