@@ -32,19 +32,19 @@ MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 
 
 class DFlash(Head):
-    """The draft."""
+    """The draft, of as many layers as it reads."""
 
     first_guess = 1  # of a block's rows
     visits = 3  # hidden states of a batch take longer than a step, and have roots for more
 
     def __init__(
-        self, frozen: Frozen, aux_layers: tuple[int, ...], num_layers: int, block_size: int, mask: int, seed: int = 0
+        self, frozen: Frozen, aux_layers: tuple[int, ...], block_size: int, mask: int, begun: Tensors | int = 0
     ) -> None:
-        self._num_layers, self._mask = num_layers, mask
+        self._num_layers, self._mask = len(aux_layers), mask
         self._embedding = frozen.embedding.scaled(1.0)  # rows as they are stored
         self._ahead = torch.arange(block_size, device=frozen.embedding.device)
         self._guessed = self._ahead[self.first_guess :] + 1 - self.first_guess  # places after the root
-        super().__init__(frozen, aux_layers, seed)
+        super().__init__(frozen, aux_layers, begun)
         self.kept = {"mask": mask, "block_size": block_size}
 
     def _begun(self, random: torch.Generator) -> Tensors:

@@ -7,8 +7,6 @@ at row i - 1. So step j at row i is the j-th guess of the chain that began at ro
     keys of step j at row i:   step 0, rows 0 .. i - j   |   steps 1 .. j of the same chain, rows i - j + 1 .. i
 
 The loss is the cross-entropy with the target's distribution over the draft vocabulary, of steps whose weights fall.
-
-`LiveHead` is a head that the engine has loaded, under the same names of tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +19,15 @@ from overlap_spec_kernels import attend_own_keys, attend_own_keys_back, soft_cro
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.drafts.eagle import canonical_name
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import SelfAttention
-from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, dense, guess_loss, layer_parts, rotated
+from overlap_spec.models.loading.loader import load_eagle3
+from overlap_spec.models.loading.parts import finish
+from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, dense, guess_loss, layer_sizes, rotated
 
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each
@@ -37,15 +37,13 @@ LAYER = "midlayer"
 class Eagle3(Head):
     """The head."""
 
-    def __init__(
-        self, frozen: Frozen, aux_layers: tuple[int, ...], ids: Tensor, seed: int = 0, begun: Tensors | None = None
-    ) -> None:
+    def __init__(self, frozen: Frozen, aux_layers: tuple[int, ...], ids: Tensor, begun: Tensors | int = 0) -> None:
         """`ids` [Vd] i64: the target tokens that it guesses among."""
         self.ids = ids.to(frozen.embedding.device)
         self._rows = frozen.target.head.rows(self.ids)  # of the target, for its distribution
         self._is_known = torch.zeros(frozen.target.vocab_size, dtype=torch.bool, device=self.ids.device)
         self._is_known[self.ids] = True
-        super().__init__(frozen, aux_layers, seed, begun)
+        super().__init__(frozen, aux_layers, begun)
         ids = ids.cpu()  # `d2t` is the distance from a draft id to its target id
         self.buffers = {"d2t": ids - torch.arange(len(ids)), "t2d": self._is_known.cpu()}
         self.kept = {"ids": ids}
@@ -219,6 +217,22 @@ def _causal_backward(
     return tuple(each.transpose(1, 2) for each in found)
 
 
+def read_head(source: DraftSource, target: LoadedTarget, flag: str) -> dict[str, Any]:
+    """A head to begin with: the tokens that it guesses among, and its parameters, as its file has them.
+
+    Raises: ConfigError as `check_learns`; CheckpointError naming a tensor that is missing, in few bits or not learnt.
+    """
+    weights = check_learns(load_eagle3(source, target), target, flag)
+    of_layer = [f"{LAYER}.{name}" for name in layer_sizes(weights.config.llama, 0)]
+    of_layer.insert(-1, f"{LAYER}.hidden_norm.weight")
+    checkpoint = source.weights(canonical_name)
+    stored = {name: canonical_name(name) for name in ("fc.weight", *of_layer, "norm.weight", "lm_head.weight")}
+    tensors = {name: checkpoint.take(each, checkpoint.shape(each)) for name, each in stored.items()}
+    checkpoint.skip("d2t", "t2d", "embed_tokens.weight")
+    finish(checkpoint)
+    return {"ids": weights.target_ids, "aux_layers": weights.config.aux_layers, "tensors": tensors}
+
+
 def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weights:
     """Raises: ConfigError if this head is not what the trainer knows: one layer, as SpecForge trains it."""
     if not isinstance(weights, Eagle3Weights):
@@ -236,49 +250,4 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
     }
     if found := [what for what, is_so in odd.items() if is_so]:
         raise ConfigError(flag, f"{config.llama.origin}: a head with {found[0]} cannot be trained")
-    for name, (part, _) in _places(weights).items():
-        if not isinstance(part, Tensor | DenseLinear) or getattr(part, "bias", None) is not None:
-            text = f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be written again"
-            raise ConfigError(flag, text)
     return weights
-
-
-def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
-    """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
-    layer, inputs, whole = weights.layers[0], weights.inputs, slice(None)
-    norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
-    token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
-    return {
-        "fc.weight": (weights.fusion.fc, whole),
-        **{f"{LAYER}.{name}": part for name, part in layer_parts(layer).items()},
-        f"{LAYER}.input_layernorm.weight": (token, whole),
-        f"{LAYER}.hidden_norm.weight": (feature, whole),
-        f"{LAYER}.post_attention_layernorm.weight": (post, whole),
-        "norm.weight": (last, whole),
-        "lm_head.weight": (weights.head, whole),
-    }
-
-
-class LiveHead:
-    """The tensors that serve, by the names of the checkpoint: written in place, where captured graphs read them."""
-
-    def __init__(self, weights: Eagle3Weights) -> None:
-        self._places = _places(weights)
-
-    def tensors(self) -> Tensors:
-        """Views; of a weight in another layout than rows, copies."""
-        return {name: _whole(part)[rows] for name, (part, rows) in self._places.items()}
-
-    @torch.inference_mode()
-    def write(self, tensors: Tensors) -> None:
-        """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA, of pinned ones."""
-        for name, (part, rows) in self._places.items():
-            whole = _whole(part)
-            whole[rows].copy_(tensors[name], non_blocking=True)
-            if isinstance(part, DenseLinear) and whole is not part.stored:
-                part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(whole, FEW_ROWS))
-
-
-def _whole(part: Any) -> Tensor:
-    """A linear's weight as rows, or a norm's."""
-    return part.matrix() if isinstance(part, DenseLinear) else part

@@ -64,10 +64,10 @@ class Head(ABC):
 
     visits = 1
 
-    def __init__(self, frozen: "Frozen", aux_layers: tuple[int, ...], seed: int, begun: Tensors | None = None) -> None:
-        """`begun`: parameters; None: of the target's layers, and at random by `seed`."""
+    def __init__(self, frozen: "Frozen", aux_layers: tuple[int, ...], begun: Tensors | int) -> None:
+        """`begun`: parameters; or a seed: of the target's layers, and at random."""
         self._frozen, self._aux_layers = frozen, aux_layers
-        drawn = begun or self._begun(torch.Generator().manual_seed(seed))
+        drawn = self._begun(torch.Generator().manual_seed(begun)) if isinstance(begun, int) else begun
         device = frozen.embedding.device  # steps write in place, so that tensors have memory of their own
         own = {name: each.detach().to(device, torch.float32, copy=True) for name, each in drawn.items()}
         self.tensors = {name: tensor.requires_grad_() for name, tensor in own.items()}
@@ -153,7 +153,7 @@ class Frozen:
             found |= {"self_attn.q_norm.weight": norms.query, "self_attn.k_norm.weight": norms.key}
         found["input_layernorm.weight"] = _norm_weight(layer.input_norm, hidden)
         found["post_attention_layernorm.weight"] = _norm_weight(getattr(layer, "mlp_norm", None), hidden)
-        shapes = self._shapes(hidden)
+        shapes = layer_sizes(self.llama, hidden)
         fits = {name: each for name, each in found.items() if each.shape == shapes.get(name, each.shape)}
         return {name: each.float().clone() for name, each in fits.items()}
 
@@ -163,28 +163,12 @@ class Frozen:
         Known weights are in the last columns where it reads wider rows.
         """
         made: Tensors = {}
-        for name, shape in self._shapes(input_size).items():
+        for name, shape in layer_sizes(self.llama, input_size).items():
             weight = known.get(name)
             made[name] = torch.randn(shape, generator=random) * STD if len(shape) > 1 else torch.ones(shape)
             if weight is not None:
                 made[name][..., -weight.shape[-1] :] = weight.cpu()
         return made
-
-    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
-        """Of the weights of a Llama layer."""
-        llama, hidden, inner = self.llama, self.llama.hidden_size, self.llama.intermediate_size
-        queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
-        return {
-            "self_attn.q_proj.weight": (queries, input_size),
-            "self_attn.k_proj.weight": (keys, input_size),
-            "self_attn.v_proj.weight": (keys, input_size),
-            "self_attn.o_proj.weight": (hidden, queries),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
 
     @property
     def final_norm(self) -> Tensor:
@@ -200,21 +184,32 @@ class Frozen:
 
     def config(self, num_layers: int) -> dict[str, Any]:
         """What `llama` was read from, with every size spelled out."""
-        llama = self.llama
         return {
             **self.given,
-            "hidden_size": llama.hidden_size,
-            "intermediate_size": llama.intermediate_size,
-            "num_attention_heads": llama.num_heads,
-            "num_key_value_heads": llama.num_kv_heads,
-            "head_dim": llama.head_dim,
-            "vocab_size": self.target.vocab_size,
+            "num_key_value_heads": self.llama.num_kv_heads,
+            "head_dim": self.llama.head_dim,
             "num_hidden_layers": num_layers,
-            "rms_norm_eps": llama.rms_norm_eps,
             "initializer_range": 0.02,
             "torch_dtype": "bfloat16",
             "use_cache": True,
         }
+
+
+def layer_sizes(llama: LlamaConfig, input_size: int) -> dict[str, tuple[int, ...]]:
+    """Of the weights of a Llama layer whose attention reads rows of this size."""
+    hidden, inner = llama.hidden_size, llama.intermediate_size
+    queries, keys = llama.num_heads * llama.head_dim, llama.num_kv_heads * llama.head_dim
+    return {
+        "self_attn.q_proj.weight": (queries, input_size),
+        "self_attn.k_proj.weight": (keys, input_size),
+        "self_attn.v_proj.weight": (keys, input_size),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
 
 
 @torch.no_grad()

@@ -26,15 +26,13 @@ from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.train_draft import samples as of_samples, state
 from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash, DSpark
-from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
+from overlap_spec.train_draft.eagle3 import Eagle3, read_head
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
 from overlap_spec.train_draft.prompts import PromptFile
 from overlap_spec.train_draft.samples import LEAST_ANSWER, Sample
@@ -132,21 +130,21 @@ class Run:
         """Load the engine. Raises: ConfigError, CheckpointError."""
         self._order, self._shown, self._prompts, self._codec = order, shown, prompts, codec
         self._files = settings.model.files
+        self._given, self._begun = state.draft_config(self._files.config), dict[str, Any]()
         self._llama = state.layer_numbers(self._files.config, self._files.weights)
-        self._num_layers = min(NUM_LAYERS, int(self._files.config.get("num_hidden_layers") or 1))
         state.check_output(order.output, order.resume)
-        self._begun: Eagle3Weights | None = None
         self._random = torch.Generator().manual_seed(order.seed)
         self._loss: Tensor | None = None  # of a step that was not looked at yet
         self._num_broken = 0
         self._engine = LocalEngine(settings, self._ring_for, shown.loading)
 
     def _ring_for(self, target: LoadedTarget) -> FeatureRing:
-        self._aux_layers = state.aux_layers_of(target.num_layers, self._order.kind, self._num_layers)
+        self._aux_layers = state.aux_layers_of(target.num_layers, self._order.kind, NUM_LAYERS)
         if path := self._order.begins_with:
-            loaded = load_eagle3(DraftSource.for_target(path, target), target)
-            self._begun = check_learns(loaded, target, "speculative_draft_model_path")
-            self._aux_layers, self._llama = self._begun.config.aux_layers, self._begun.config.llama
+            source = DraftSource.for_target(path, target)
+            self._begun = read_head(source, target, "speculative_draft_model_path")
+            self._aux_layers, self._given = self._begun["aux_layers"], state.draft_config(source.config())
+            self._llama = state.layer_numbers(self._given, source.origin)
         rows = BATCH_ROWS[target.embedding.device.type] // (2 if target.hidden_size > WIDE else 1)
         return FeatureRing(self._aux_layers, target.hidden_size, rows)
 
@@ -161,7 +159,8 @@ class Run:
             self.report = Report(len(self._samples), sum(len(sample.answer) for sample in self._samples))
             self._steps = BatchSteps(self._head, self._engine.ring.num_rows)
             if kept is not None:
-                self._go_on(kept)
+                self._steps.go_on(kept["optimiser"])
+                self.report.steps, self.report.untrained = kept["steps"], kept["untrained"]
             self._train()
             self._check_loads()
             return self.report
@@ -216,35 +215,24 @@ class Run:
             yield tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed)
 
     def _begun_head(self, kept: dict[str, Any] | None) -> Head:
-        """The head to begin with. `kept`: what an earlier run has left, whose vocabulary or block it has."""
+        """The head to begin with. `kept`: what an earlier run has left; it goes on as that was."""
         order, target, samples = self._order, self._engine.target, self._samples
         longest = max(len(sample.tokens) for sample in (*samples, *self._held_out))
-        config = state.draft_config(self._files.config)
-        frozen = Frozen.of(target, self._llama, config, longest + order.block_size + 64)
-        if self._begun is not None:
-            begun = LiveHead(self._begun).tensors()
-            return Eagle3(frozen, self._aux_layers, self._begun.target_ids, order.seed, begun)
+        frozen = Frozen.of(target, self._llama, self._given, longest + order.block_size + 64)
+        begun = (kept or self._begun).get("tensors", order.seed)
         if order.kind is DraftKind.EAGLE_3:
             size = order.draft_vocab_size or max(8192, target.vocab_size // 4)
             always = self._files.eos_token_ids
-            own = kept or {"ids": of_samples.draft_vocabulary(samples, size, target.vocab_size, always)}
-            return Eagle3(frozen, self._aux_layers, own["ids"], order.seed)
+            own = kept or self._begun or {"ids": of_samples.draft_vocabulary(samples, size, target.vocab_size, always)}
+            return Eagle3(frozen, self._aux_layers, own["ids"], begun)
         own = kept or {"mask": of_samples.unused_token(samples, target.vocab_size), "block_size": order.block_size}
         of_kind = DSpark if order.kind is DraftKind.DSPARK else DFlash
-        return of_kind(frozen, self._aux_layers, self._num_layers, own["block_size"], own["mask"], order.seed)
+        return of_kind(frozen, self._aux_layers, own["block_size"], own["mask"], begun)
 
     def _check_loads(self) -> None:
         """Load what was written, as the engine does. Raises: CheckpointError."""
         spec = SpecSettings(self._order.method, str(self._order.output), num_steps=1, topk=1, width=2)
         method_named(spec.method).load(spec, self._engine.target, lambda done, total: None)
-
-    @torch.no_grad()
-    def _go_on(self, kept: dict[str, Any]) -> None:
-        """Where the run has ended that has left this."""
-        for name, tensor in self._head.tensors.items():
-            tensor.copy_(kept["tensors"][name])
-        self._steps.go_on(kept["optimiser"])
-        self.report.steps, self.report.untrained = kept["steps"], kept["untrained"]
 
     # --- steps, measurements and saves ----------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class Steps:
             return torch.where(is_finite, found.detach(), math.nan)
 
     def state(self) -> dict[str, Any]:
-        """Moments and counts."""
+        """Moments and counts, which graphs write."""
         return {"state": self._optimiser.state_dict()["state"]}
 
     def go_on(self, state: dict[str, Any]) -> None:
@@ -99,13 +99,6 @@ class Steps:
         self._optimiser.load_state_dict(self._optimiser.state_dict() | state)
         for group in self._optimiser.param_groups:
             group["lr"] = self._rate
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """Begin with moments of 0, where graphs read them."""
-        for values in self._optimiser.state.values():
-            for tensor in values.values():
-                tensor.zero_()
 
 
 class BatchSteps(Steps):

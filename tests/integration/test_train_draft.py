@@ -203,7 +203,7 @@ def test_logits_in_training_are_the_drafts_that_serves(
     """In float32, every tensor of a DSpark draft random, guesses as the tokens before the next."""
     loaded = load_tiny_target(TARGET, torch.float32)
     frozen = Frozen.of(loaded, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 64)
-    head, random_ = DSpark(frozen, AUX, 2, 4, 5), torch.Generator().manual_seed(1)
+    head, random_ = DSpark(frozen, AUX, 4, 5), torch.Generator().manual_seed(1)
     for tensor in head.tensors.values():
         drawn = torch.randn(tensor.shape, generator=random_)
         drawn = 1 + 0.3 * drawn if tensor.dim() == 1 else drawn * tensor.shape[1] ** -0.5

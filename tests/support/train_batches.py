@@ -26,7 +26,7 @@ def head(device: str = "cpu") -> Eagle3:
 
 def block_head(kind: type[DFlash], device: str = "cpu") -> DFlash:
     """Two layers, and blocks of five rows; a bias that is not 0."""
-    made = kind(frozen(device), AUX, 2, 5, 2)
+    made = kind(frozen(device), AUX, 5, 2)
     if (bias := made.tensors.get("markov_head.markov_w2.weight")) is not None:
         with torch.no_grad():
             bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)) * 0.3)

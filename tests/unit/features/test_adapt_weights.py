@@ -8,9 +8,8 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft.learner import Learner, Learnt, Packed, Sample, laid_out
+from overlap_spec.features.adapt_draft.learner import Learner, Learnt, LiveHead, Packed, Sample, check_live, laid_out
 from overlap_spec.models.layers.linear_forms import FORMS, in_form
-from overlap_spec.train_draft.eagle3 import LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch
 from overlap_spec.train_draft.steps import bound
 
@@ -196,9 +195,9 @@ def test_a_batch_without_places_teaches_nothing() -> None:
 def test_other_heads_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
     head = load_tiny_draft(tiny_eagle3(5, TARGET, aux_layers=(0, 2), **changes), LOADED)
     with pytest.raises(ConfigError, match=f"^--adapt-draft: .*{said}"):
-        check_learns(head, LOADED, "adapt_draft")
+        check_live(head, LOADED, "adapt_draft")
 
 
 def test_another_kind_of_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match="^--adapt-draft: an EAGLE-3 head .* can learn, not a object"):
-        check_learns(object(), LOADED, "adapt_draft")
+        check_live(object(), LOADED, "adapt_draft")

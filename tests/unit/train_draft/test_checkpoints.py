@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
 from overlap_spec.train_draft.dflash import DFlash, DSpark
-from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.eagle3 import Eagle3, read_head
 from overlap_spec.train_draft.head import Frozen, Head, dense
 from overlap_spec.train_draft.samples import Sample
 from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
@@ -43,7 +43,7 @@ def eagle3() -> Eagle3:
 
 
 def dflash() -> DFlash:
-    return DFlash(frozen_of(), aux_layers_of(8, DraftKind.DFLASH, 3), 3, 8, 5)
+    return DFlash(frozen_of(), aux_layers_of(8, DraftKind.DFLASH, 3), 8, 5)
 
 
 def write(directory: Path, head: Head) -> None:
@@ -105,6 +105,23 @@ def test_an_eagle3_head_has_specforges_layout(tmp_path: Path) -> None:
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == IDS.tolist()
 
 
+def test_a_head_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """To be trained further; one with a tensor that would not be is refused."""
+    head = eagle3()
+    write(tmp_path, head)
+    source = DraftSource.for_target(str(tmp_path), LOADED)
+    found = read_head(source, LOADED, "speculative_draft_model_path")
+    assert found["aux_layers"] == (1, 3, 4) and found["ids"].tolist() == IDS.tolist()
+    again = Eagle3(frozen_of(), found["aux_layers"], found["ids"], found["tensors"])
+    assert again.tensors.keys() == head.tensors.keys()
+    for name, tensor in head.tensors.items():
+        torch.testing.assert_close(again.tensors[name].detach(), tensor.detach().bfloat16().float(), msg=name)
+    _, tensors = stored(tmp_path)
+    save_file(tensors | {"fc.bias": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected tensor fc\.bias"):
+        read_head(source, LOADED, "speculative_draft_model_path")
+
+
 def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
     write(tmp_path, dflash())
     config, tensors = stored(tmp_path)
@@ -121,7 +138,7 @@ def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
 
 
 def test_a_dspark_draft_has_specforges_layout(tmp_path: Path) -> None:
-    write(tmp_path, DSpark(frozen_of(), aux_layers_of(8, DraftKind.DSPARK, 3), 3, 7, 5))
+    write(tmp_path, DSpark(frozen_of(), aux_layers_of(8, DraftKind.DSPARK, 3), 7, 5))
     config, tensors = stored(tmp_path)
     layout, own = LAYOUTS["DSPARK"], config["dflash_config"]
     named = {name: shape for name, shape in layout["tensors"].items() if name not in layout["not_in_specforge"]}
@@ -157,7 +174,7 @@ def test_a_head_has_no_memory_of_its_target() -> None:
     """In float32, in which it is trained, its parameters would be the target's where they begin as they are."""
     target = load_tiny_target(TARGET, torch.float32)
     frozen = Frozen.of(target, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 32)
-    for head in (Eagle3(frozen, (1, 3, 4), IDS), DFlash(frozen, (1, 3, 5), 3, 8, 5)):
+    for head in (Eagle3(frozen, (1, 3, 4), IDS), DFlash(frozen, (1, 3, 5), 8, 5)):
         for tensor in head.tensors.values():
             tensor.data.fill_(3.0)
     torch.testing.assert_close(frozen.final_norm, TARGET.tensors["model.norm.weight"].float())
@@ -177,7 +194,7 @@ def test_a_block_begins_with_context_as_the_targets_layers_read_it() -> None:
     with_norms = tiny_target(7, layers=3, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     loaded = load_tiny_target(with_norms)
     frozen = Frozen.of(loaded, layer_numbers(with_norms.config, ""), draft_config(with_norms.config), 32)
-    of_heads = DFlash(frozen, aux_layers_of(3, DraftKind.DFLASH, 2), 2, 8, 5).tensors
+    of_heads = DFlash(frozen, aux_layers_of(3, DraftKind.DFLASH, 2), 8, 5).tensors
     name = "self_attn.k_norm.weight"
     torch.testing.assert_close(of_heads[f"layers.1.{name}"].double(), with_norms.tensors[f"model.layers.2.{name}"])
 

@@ -127,12 +127,12 @@ def test_eagle3s_accepted_guesses_are_those_of_its_chains(eagle3: Eagle3) -> Non
     assert len(set(counts)) > 2, "guesses that are right, and others that are not"
 
 
-MASK, BLOCK, LAYERS = 5, 4, 2
+MASK, BLOCK, LAYERS = 5, 4, len(AUX)
 
 
 @pytest.fixture(scope="module")
 def dflash() -> DFlash:
-    return randomised(DFlash(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
+    return randomised(DFlash(FROZEN, AUX, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
 
 
 def _block(head: DFlash, given: Batch, sample: int, root: int) -> Tensor:
@@ -200,7 +200,7 @@ def test_dflashs_accepted_guesses_are_those_of_its_blocks(dflash: DFlash) -> Non
 
 @pytest.fixture(scope="module")
 def dspark() -> DSpark:
-    return randomised(DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
+    return randomised(DSpark(FROZEN, AUX, BLOCK, MASK))  # type: ignore[no-any-return]  # the head itself
 
 
 def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
@@ -248,7 +248,7 @@ def test_dsparks_accepted_guesses_are_those_of_its_blocks(dspark: DSpark) -> Non
 
 
 def test_dsparks_loss_falls_and_its_bias_learns() -> None:
-    given, head = batch(), DSpark(FROZEN, AUX, LAYERS, BLOCK, MASK)
+    given, head = batch(), DSpark(FROZEN, AUX, BLOCK, MASK)
     steps = Steps(head.tensors)
     steps.set_rate(3e-3)
     losses = [float(steps.take(lambda: loss_of(head, given, 4))) for _ in range(40)]
