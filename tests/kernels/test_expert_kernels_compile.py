@@ -141,13 +141,14 @@ def test_the_next_kernel_begins_when_no_expert_is_chosen() -> None:
             "griddepcontrol.wait",
             *["st.global.b64"] * 8,
             "atom.global.gpu.acq_rel.exch",
+            "bar.sync",  # of these one warp's
             "griddepcontrol.launch_dependents",
         ],
         0: ["griddepcontrol.launch_dependents", "griddepcontrol.wait"],
     }
     for early, begin in begins.items():
         ptx = compiled(route._route_kernel, 4, CHOICE | {"EARLY": early})["ptx"]
-        found = re.findall(r"griddepcontrol\.\w+|st\.global\.b64|atom[\w.]+exch", ptx)
+        found = re.findall(r"griddepcontrol\.\w+|st\.global\.b64|atom[\w.]+exch|bar\.sync", ptx)
         assert found[: len(begin)] == begin
 
 

@@ -266,7 +266,6 @@ def row_of_program(
     """The row that this program chooses for, after it has waited for its inputs; below 0: none.
 
     SQUARES: sums of which x's one row is scaled; programs of the first experts write it. 0: x is as it is.
-
     SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there.
 
     EARLY: places of the one row, which are below 0 before the next kernel begins: it may wait for each by itself
@@ -300,6 +299,7 @@ def row_of_program(
             for place in tl.static_range(EARLY):
                 tl.store(experts_ptr + place, -1)
             tl.atomic_xchg(experts_ptr, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
+            tl.debug_barrier()  # one warp has written them: no other one may let the next kernel begin before
             let_next_begin(PDL)
         else:
             wait_for_inputs(PDL)
