@@ -227,7 +227,7 @@ def test_dsparks_loss_is_that_of_its_blocks(dspark: DSpark) -> None:
 
 
 def test_dsparks_accepted_guesses_are_those_of_its_blocks(dspark: DSpark) -> None:
-    given, reference = batch(3), ReferenceDSpark(reference_of(dspark), "vanilla")
+    given, reference = batch(5), ReferenceDSpark(reference_of(dspark), "vanilla")
     with torch.no_grad():
         for sample, length in enumerate(LENGTHS):
             for place in range(2, length):
