@@ -19,9 +19,8 @@ def cell(batch: int, num_tokens: int, call: float, kind: str = "cell") -> dict[s
 
 
 def test_calls_that_are_slower_than_plain_decoding_are_marked() -> None:
-    good = {
-        "rows": [cell(8, 256, 1.5), cell(8, 64, 1.2), cell(1, 64, 2.0), cell(1, 256, 2.1), cell(8, 64, 9, "turn 0")]
-    }
+    turns = [cell(8, 64, 9, "turn 0"), cell(24, 64, 9, "turn 1")]
+    good = {"rows": [cell(8, 256, 1.5), cell(8, 64, 1.2), cell(1, 64, 2.0), cell(1, 256, 2.1), *turns]}
     bad = {"rows": [cell(1, 64, 1.0), cell(1, 256, 1.1), cell(8, 64, 0.97), cell(8, 256, 0.99)]}
     assert default_lines([good, bad]) == [
         ["1", "2.00", "2.10", "1.00", "1.10"],
