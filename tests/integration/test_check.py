@@ -356,7 +356,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (("a", "--model", "b"), "MODEL and --model-path are the same"),
     ],
 )
-def test_words_that_it_cannot_read(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_it_cannot_read(
+    words: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))  # without the default model
     assert main(("check", *words)) == 2
     assert said in capsys.readouterr().err
 

@@ -122,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     if given and "model_path" in arguments:
         raise UsageError("MODEL and --model-path are the same: give one of them")
     config = engine_config(arguments, **given)
-    _refuse_download(config)
     asked = _asked(arguments)
+    _refuse_download(config)
 
     from overlap_spec.check.check import check  # imports torch
 
