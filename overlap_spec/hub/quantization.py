@@ -27,7 +27,8 @@ from overlap_spec.config.quantization import (
 from overlap_spec.errors import CheckpointError
 
 GROUPS = (32, 64, 128)
-ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b)"
+PATTERN = "re:"  # before a regular expression among names
+ALL_BUT_EXPERTS = rf"{PATTERN}(?!.*\.experts\b)"
 UNQUANTISED = "unquant"  # the value of --speculative-draft-model-quantization that reads a draft in 16 bits
 WHILE_LOADING = QuantizationScheme(name=FP8, stored=Stored.PLAIN, bits=8, granularity=Granularity.CHANNEL)
 USABLE = (
@@ -68,11 +69,15 @@ class Section:
         if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
             raise self.refuse(key, "a list of names")
         for name in found:
-            try:
-                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-            except re.error as error:
-                raise CheckpointError(f"{self.origin}: {key}: {name!r} is no regular expression ({error})") from None
+            self.expect_pattern(key, name, name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
         return tuple(found)
+
+    def expect_pattern(self, key: str, name: str, pattern: str) -> None:
+        """`name`: what the key has, of which `pattern` is to compile."""
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(f"{self.origin}: {key}: {name!r} is no regular expression ({error})") from None
 
     def group_size(self, key: str = "group_size") -> int | None:
         """Columns that share a scale; None for -1, which means whole rows."""
@@ -162,8 +167,6 @@ def _gptq(config: Section) -> QuantizationScheme:
     if config.values.get("desc_act"):
         raise config.refuse("desc_act", "false (weights that were quantised in the order of their columns)")
     config.expect("checkpoint_format", "gptq", "gptq_v2")
-    if config.values.get("dynamic"):
-        raise config.refuse("dynamic", "null (one format for all linears)")
     return QuantizationScheme(
         name="gptq",
         stored=Stored.GPTQ,
@@ -173,9 +176,28 @@ def _gptq(config: Section) -> QuantizationScheme:
         symmetric=bool(config.values.get("sym", True)),
         scale="scales",
         zero_offset=0 if config.values.get("checkpoint_format") == "gptq_v2" else 1,
-        ignore=config.names("modules_to_not_convert"),
+        ignore=(*config.names("modules_to_not_convert"), *_left_out(config)),
         by_part=True,
     )
+
+
+def _left_out(config: Section) -> tuple[str, ...]:
+    """The linears in 16 bits by GPTQModel's `dynamic`: of its rules the first that a name begins with counts.
+
+    A rule after `-:` leaves linears out, another one may give them a format of their own: it must be that of all.
+    """
+    rules, left_out, others = config.of("dynamic"), [], ""
+    for rule in rules.values:
+        pattern = rule[2:] if rule.startswith(("-:", "+:")) else rule
+        config.expect_pattern("dynamic", rule, pattern)
+        if rule.startswith("-:"):
+            left_out.append(f"{PATTERN}{others}(?:{pattern})")
+            continue
+        own = rules.of(rule)
+        for key in own.values:
+            own.expect(key, config.values.get(key))
+        others += f"(?!{pattern})"
+    return tuple(left_out)
 
 
 def _mxfp4(config: Section) -> QuantizationScheme:
@@ -222,7 +244,7 @@ def _modelopt(config: Section) -> QuantizationScheme:
 
 def _as_pattern(name: str) -> str:
     """A name in which a star is any letters."""
-    return f"re:{fnmatch.translate(name)}" if "*" in name else name
+    return f"{PATTERN}{fnmatch.translate(name)}" if "*" in name else name
 
 
 def _compressed_tensors(config: Section) -> QuantizationScheme:

@@ -125,7 +125,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "act order": (GPTQ | {"desc_act": True}, "desc_act True is not supported; expected false"),
     "gptq of 8 bits": (GPTQ | {"bits": 8}, "bits 8 is not supported; expected 4"),
     "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*'gptq' or 'gptq_v2'"),
-    "gptq of many formats": (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic"),
+    "gptq of two formats": (
+        GPTQ | {"dynamic": {"+:.*down_proj": {"bits": 8}}},
+        r"dynamic: \+:\.\*down_proj: bits 8 is not supported; expected 4",
+    ),
+    "gptq of another group": (GPTQ | {"dynamic": {".*up_proj": {"group_size": 32}}}, "group_size 32 .*; expected 128"),
+    "a rule of gptq that is no object": (GPTQ | {"dynamic": {".*up_proj": 8}}, "dynamic: .*up_proj 8 .* an object"),
+    "rules of gptq that are no object": (GPTQ | {"dynamic": ["-:lm_head"]}, "dynamic .* expected an object"),
+    "a rule of gptq that is no pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic: '-:\(' is no regular expression"),
     "odd groups": (AWQ | {"group_size": 96}, "group_size 96 is not supported; expected 32, 64, 128 or -1"),
     "awq of gemv": (AWQ | {"version": "gemv"}, "version 'gemv'"),
     "other blocks": (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\].*\[128, 128\]"),
@@ -188,6 +195,19 @@ def test_linears_that_stay_in_16_bits() -> None:
     assert by_part is not None
     assert not by_part.covers("layers.0.self_attn.q_proj") and not by_part.covers("layers.1.mlp.up_proj")
     assert by_part.covers("layers.11.mlp.up_proj")
+
+
+def test_rules_of_gptq_leave_linears_out() -> None:
+    """As of Qwen3.5's published checkpoints in int4; the first rule that a name begins with counts."""
+    rules: dict[str, Any] = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}}
+    rules |= {"-:.*shared_expert.*": {}, "-:.*mtp.*": True, "-:model.visual": {}}
+    found = scheme(GPTQ | {"dynamic": rules, "lm_head": False})
+    assert found is not None
+    kept = ("layers.0.linear_attn.in_proj_qkv", "layers.3.self_attn.q_proj", "layers.0.mlp.shared_expert.up_proj")
+    assert not any(map(found.covers, (*kept, "mtp.layers.0.mlp.experts.7.up_proj", "visual.blocks.0.mlp.up_proj")))
+    assert found.covers("layers.0.mlp.experts.7.up_proj") and found.covers("layers.0.mlp.model.visual")
+    ordered = scheme(GPTQ | {"dynamic": {"+:.*layers.1.*": {"bits": 4}, "-:.*mlp": {}}})
+    assert ordered is not None and ordered.covers("layers.1.mlp.up_proj") and not ordered.covers("layers.2.mlp.up_proj")
 
 
 def test_a_star_stands_for_any_letters() -> None:

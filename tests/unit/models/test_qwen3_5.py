@@ -12,6 +12,7 @@ from support.tiny.families import MROPE, TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_config, tiny_target, write_checkpoint
 from support.tiny.mtp import tiny_qwen3_next
+from support.tiny.quantized import quantised
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from overlap_spec.config import EngineConfig
@@ -27,6 +28,7 @@ from overlap_spec.models.targets import qwen3_next
 F64, CPU = torch.float64, torch.device("cpu")
 FAMILIES = ("qwen3.5", "qwen3.5 moe")
 OF_WHOLE = ("architectures", "tie_word_embeddings", "eos_token_id")
+QUANTIZED = {"quant_method": "gptq", "bits": 4, "desc_act": False, "group_size": 64, "sym": False}
 
 
 def as_published(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
@@ -61,6 +63,22 @@ def test_logits_are_those_of_transformers_from_published_files(
         found = logits_of(loaded(path))
     torch.testing.assert_close(found, transformers_logits(checkpoint), atol=1e-4, rtol=0)
     assert "4 tensors of model.visual are not read: only text is served" in caplog.text
+
+
+def test_int4_files_leave_out_what_their_rules_name(tmp_path: Path) -> None:
+    """As Qwen's files of GPTQModel: attention, layers that recur and the expert of all rows stay in 16 bits."""
+    kept = ("attn", "shared_expert", "mtp")
+    plain = tiny_target(3, **TINY_FAMILIES["qwen3.5 moe"] | {"hidden": 64, "moe_intermediate_size": 64})
+    stored, meant = quantised(tiny_qwen3_next(5, plain), "gptq", kept)
+    rules: dict[str, Any] = {"lm_head": {}, "model.language_model.embed_tokens": {}}
+    rules |= {f"-:.*{part}.*": {} for part in (*kept, "visual")}
+    published = as_published(stored)
+    published.config["quantization_config"] = QUANTIZED | {"dynamic": rules}
+    target = loaded(write_checkpoint(tmp_path / "stored", published), F64)
+    assert any(name.endswith(".experts.7.up_proj.qweight") for name in published.tensors)
+    expected = loaded(write_checkpoint(tmp_path / "meant", as_published(meant)), F64)
+    torch.testing.assert_close(logits_of(target, F64), logits_of(expected, F64), atol=1e-7, rtol=0)
+    assert load_mtp(DraftSource(str(tmp_path / "stored"), F64, CPU), target).profile.num_bytes
 
 
 @pytest.mark.slow_but_every(2)
