@@ -215,7 +215,7 @@ def _head_norm(known: Tensors, part: str) -> Tensor:
         return norm.cpu()
     if (weight := known.get(f"self_attn.{part}_proj.weight")) is None:
         return torch.ones(1)
-    return (weight * known["input_layernorm.weight"]).square().sum(1).mean().sqrt().view(1).cpu()
+    return (weight * known.get("input_layernorm.weight", 1)).square().sum(1).mean().sqrt().view(1).cpu()
 
 
 def _num_blocks(batch: Batch) -> int:

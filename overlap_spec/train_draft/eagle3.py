@@ -19,19 +19,17 @@ from overlap_spec_kernels import attend_own_keys, attend_own_keys_back, soft_cro
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.drafts.eagle import canonical_name
-from overlap_spec.models.drafts.eagle3 import Eagle3Weights
+from overlap_spec.models.drafts.eagle3 import LAYER, Eagle3Weights, tensor_places
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import SelfAttention
+from overlap_spec.models.layers.linear import DenseLinear, rows_of
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.loading.loader import load_eagle3
-from overlap_spec.models.loading.parts import finish
 from overlap_spec.models.loading.sources import DraftSource
-from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, dense, guess_loss, layer_sizes, rotated
+from overlap_spec.train_draft.head import Batch, Frozen, Head, Tensors, Weights, guess_loss, rotated
 
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each
-LAYER = "midlayer"
 
 
 class Eagle3(Head):
@@ -57,7 +55,7 @@ class Eagle3(Head):
         made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
         made["fc.weight"] = self._frozen.fc(len(self._aux_layers), random)
         made["norm.weight"] = self._frozen.final_norm
-        made["lm_head.weight"] = dense(self._rows)
+        made["lm_head.weight"] = self._rows.matrix()
         return made
 
     def config(self) -> dict[str, Any]:
@@ -218,23 +216,17 @@ def _causal_backward(
 
 
 def read_head(source: DraftSource, target: LoadedTarget, flag: str) -> dict[str, Any]:
-    """A head to begin with: the tokens that it guesses among, and its parameters, as its file has them.
+    """A head to begin with: the tokens that it guesses among, the layers that it reads, and its parameters.
 
-    Raises: ConfigError as `check_learns`; CheckpointError naming a tensor that is missing, in few bits or not learnt.
+    Raises: ConfigError as `check_learns`; CheckpointError naming a tensor that is missing or unknown.
     """
     weights = check_learns(load_eagle3(source, target), target, flag)
-    of_layer = [f"{LAYER}.{name}" for name in layer_sizes(weights.config.llama, 0)]
-    of_layer.insert(-1, f"{LAYER}.hidden_norm.weight")
-    checkpoint = source.weights(canonical_name)
-    stored = {name: canonical_name(name) for name in ("fc.weight", *of_layer, "norm.weight", "lm_head.weight")}
-    tensors = {name: checkpoint.take(each, checkpoint.shape(each)) for name, each in stored.items()}
-    checkpoint.skip("d2t", "t2d", "embed_tokens.weight")
-    finish(checkpoint)
+    tensors = {name: rows_of(*place) for name, place in tensor_places(weights).items()}
     return {"ids": weights.target_ids, "aux_layers": weights.config.aux_layers, "tensors": tensors}
 
 
 def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weights:
-    """Raises: ConfigError if this head is not what the trainer knows: one layer, as SpecForge trains it."""
+    """Raises: ConfigError if this head is not what the trainer knows: one layer of matrices, as SpecForge trains it."""
     if not isinstance(weights, Eagle3Weights):
         raise ConfigError(flag, f"an EAGLE-3 head that guesses chains can learn, not a {type(weights).__name__}")
     config, layers = weights.config, weights.layers
@@ -247,7 +239,12 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
         "an embedding of its own": weights.embedding is not target.embedding,
         "the target's head, or its embedding as head": weights.head is target.head or config.llama.tie_word_embeddings,
         "attention or an MLP of another kind": type(attention) is not SelfAttention or type(mlp) is not GatedMLP,
+        "norms of heads, sinks or a window": config.llama.head_norms or config.llama.sinks or any(config.llama.windows),
     }
-    if found := [what for what, is_so in odd.items() if is_so]:
+    found = [what for what, is_so in odd.items() if is_so]
+    for name, (part, _) in {} if found else tensor_places(weights).items():
+        if not isinstance(part, Tensor | DenseLinear) or getattr(part, "bias", None) is not None:
+            found.append(f"{name} in few bits or with a bias")
+    if found:
         raise ConfigError(flag, f"{config.llama.origin}: a head with {found[0]} cannot be trained")
     return weights

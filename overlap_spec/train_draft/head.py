@@ -15,12 +15,10 @@ from overlap_spec_kernels import split_rotated, split_rotated_back
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.decoder import SelfAttention
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear, WrappedHead
-from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import HeadNormLinear, RMSNorm
-from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.models.layers.linear import rows_of
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.targets.llama import LlamaConfig, layer_parts
 
 Tensors = dict[str, Tensor]
 Measure = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -141,19 +139,12 @@ class Frozen:
     @cached_property
     def head(self) -> Tensor:
         """The target's head as a matrix. Shapes: [V, H]."""
-        return dense(self.target.head)
+        return self.target.head.matrix()
 
     def layer(self, index: int) -> Tensors:
         """A layer's weights in float32 by Llama's names; those that have another form are left out."""
-        if not (layers := getattr(self.target, "layers", ())):
-            return {}
-        layer, hidden = layers[index], self.llama.hidden_size
-        found = {name: dense(linear)[rows] for name, (linear, rows) in layer_parts(layer).items()}
-        if "self_attn.q_proj.weight" in found and isinstance(norms := layer.attention.qkv, HeadNormLinear):
-            found |= {"self_attn.q_norm.weight": norms.query, "self_attn.k_norm.weight": norms.key}
-        found["input_layernorm.weight"] = _norm_weight(layer.input_norm, hidden)
-        found["post_attention_layernorm.weight"] = _norm_weight(getattr(layer, "mlp_norm", None), hidden)
-        shapes = layer_sizes(self.llama, hidden)
+        layers, shapes = getattr(self.target, "layers", ()), layer_sizes(self.llama, self.llama.hidden_size)
+        found = {name: rows_of(*place) for name, place in layer_parts(layers[index]).items()} if layers else {}
         fits = {name: each for name, each in found.items() if each.shape == shapes.get(name, each.shape)}
         return {name: each.float().clone() for name, each in fits.items()}
 
@@ -172,8 +163,9 @@ class Frozen:
 
     @property
     def final_norm(self) -> Tensor:
-        """Shapes: [H] f32."""
-        return _norm_weight(getattr(self.target, "norm", None), self.llama.hidden_size)
+        """Of another norm than Llama's, ones. Shapes: [H] f32."""
+        norm = getattr(self.target, "norm", None)
+        return norm.weight.float() if isinstance(norm, RMSNorm) else torch.ones(self.llama.hidden_size)
 
     def fc(self, num_aux: int, random: torch.Generator) -> Tensor:
         """A linear to begin with that joins aux hidden states: it lets the last one pass. Shapes: [H, n * H]."""
@@ -210,45 +202,6 @@ def layer_sizes(llama: LlamaConfig, input_size: int) -> dict[str, tuple[int, ...
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-
-
-@torch.no_grad()
-def dense(linear: AnyLinear) -> Tensor:
-    """The weight of a linear of any format, without its bias: what it gives for the unit vectors. Shapes: [O, I].
-
-    Of a head whose logits become others, before they do.
-    """
-    while isinstance(linear, WrappedHead):
-        linear = linear.head
-    unit = torch.eye(linear.in_features, dtype=linear.compute_dtype, device=linear.device)
-    rows = linear(unit) - linear(torch.zeros_like(unit[:1]))
-    return rows.T.contiguous()
-
-
-def layer_parts(layer: Any) -> dict[str, tuple[AnyLinear, slice]]:
-    """Where a layer's matrices are, by Llama's names: a linear, and which of its rows. Other forms are left out."""
-    found, whole = dict[str, tuple[AnyLinear, slice]](), slice(None)
-    attention, mlp = layer.attention, getattr(layer, "mlp", None)
-    if isinstance(attention, SelfAttention):
-        qkv = attention.qkv.qkv if isinstance(attention.qkv, HeadNormLinear) else attention.qkv
-        shape = attention.shape
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        if isinstance(qkv, AnyLinear) and qkv.out_features == queries + 2 * keys:
-            rows = {"q": slice(0, queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
-            found |= {f"self_attn.{part}_proj.weight": (qkv, rows[part]) for part in "qkv"}
-            found["self_attn.o_proj.weight"] = attention.output, whole
-    if isinstance(mlp, GatedMLP):
-        inner = mlp.down.in_features
-        found["mlp.gate_proj.weight"] = mlp.gate_up, slice(0, inner)
-        found["mlp.up_proj.weight"] = mlp.gate_up, slice(inner, None)
-        found["mlp.down_proj.weight"] = mlp.down, whole
-    return found
-
-
-def _norm_weight(norm: Any, size: int) -> Tensor:
-    """Of another norm than Llama's, ones. Shapes: [H] f32."""
-    weight: Tensor = norm.weight if isinstance(norm, RMSNorm) else torch.ones(size)
-    return weight.float()
 
 
 class Weights:

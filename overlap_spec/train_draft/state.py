@@ -28,6 +28,7 @@ from torch import Tensor
 
 from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.drafts.eagle3 import default_aux_layers
 from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import Head, Tensors
 from overlap_spec.train_draft.samples import Sample
@@ -59,10 +60,7 @@ def layer_numbers(target: Mapping[str, Any], origin: str) -> LlamaConfig:
 def aux_layers_of(num_layers: int, kind: DraftKind, num_draft_layers: int = 1) -> tuple[int, ...]:
     """The layers whose outputs a draft reads, ascending. EAGLE-3's are SGLang's, where the target has so many."""
     if kind is DraftKind.EAGLE_3:
-        layers = (1, num_layers // 2 - 1, num_layers - 4)
-        if layers[0] < layers[1] < layers[2]:
-            return layers
-        return tuple(sorted({0, (num_layers - 1) // 2, num_layers - 1}))
+        return default_aux_layers(num_layers) or tuple(sorted({0, (num_layers - 1) // 2, num_layers - 1}))
     count, first, last = min(num_draft_layers, num_layers), 1, num_layers - 3
     if last - first + 1 < count:
         first, last = 0, num_layers - 1

@@ -23,15 +23,14 @@ from torch import Tensor
 from overlap_spec.config import SpecSettings
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.features.adapt_draft import Watch
-from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
+from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights, tensor_places
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
-from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear, rows_of
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.eagle3 import LAYER, STEPS, Eagle3, check_learns
-from overlap_spec.train_draft.head import Batch, Frozen, Tensors, layer_parts
+from overlap_spec.train_draft.eagle3 import STEPS, Eagle3, check_learns
+from overlap_spec.train_draft.head import Batch, Frozen, Tensors
 from overlap_spec.train_draft.steps import Replays, Steps
 
 UPDATE = "update_weights_from_disk"
@@ -42,55 +41,24 @@ WARM_UP = 20  # steps
 log = logging.getLogger(__name__)
 
 
-def check_live(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weights:
-    """Raises: ConfigError as `check_learns`, and if a tensor of this head cannot be written again."""
-    known = check_learns(weights, target, flag)
-    for name, (part, _) in _places(known).items():
-        if not isinstance(part, Tensor | DenseLinear) or getattr(part, "bias", None) is not None:
-            text = f"{known.config.llama.origin}: {name} is in few bits or has a bias: it cannot be written again"
-            raise ConfigError(flag, text)
-    return known
-
-
-def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
-    """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
-    layer, inputs, whole = weights.layers[0], weights.inputs, slice(None)
-    norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
-    token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
-    return {
-        "fc.weight": (weights.fusion.fc, whole),
-        **{f"{LAYER}.{name}": part for name, part in layer_parts(layer).items()},
-        f"{LAYER}.input_layernorm.weight": (token, whole),
-        f"{LAYER}.hidden_norm.weight": (feature, whole),
-        f"{LAYER}.post_attention_layernorm.weight": (post, whole),
-        "norm.weight": (last, whole),
-        "lm_head.weight": (weights.head, whole),
-    }
-
-
 class LiveHead:
     """The tensors that serve, by the names of the checkpoint: written in place, where captured graphs read them."""
 
     def __init__(self, weights: Eagle3Weights) -> None:
-        self._places = _places(weights)
+        self._places = tensor_places(weights)
 
     def tensors(self) -> Tensors:
         """Views; of a weight in another layout than rows, copies."""
-        return {name: _whole(part)[rows] for name, (part, rows) in self._places.items()}
+        return {name: rows_of(*place) for name, place in self._places.items()}
 
     @torch.inference_mode()
     def write(self, tensors: Tensors) -> None:
         """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA, of pinned ones."""
         for name, (part, rows) in self._places.items():
-            whole = _whole(part)
+            whole = rows_of(part)
             whole[rows].copy_(tensors[name], non_blocking=True)
-            if isinstance(part, DenseLinear) and whole is not part.stored:
+            if isinstance(part, DenseLinear) and part.stored.layout is not torch.strided:
                 part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(whole, FEW_ROWS))
-
-
-def _whole(part: Any) -> Tensor:
-    """A linear's weight as rows, or a norm's."""
-    return part.matrix() if isinstance(part, DenseLinear) else part
 
 
 class HeadReader:
@@ -106,7 +74,7 @@ class HeadReader:
         if self._weights is None:
             raise ConfigError(UPDATE, self._why_not)
         source = DraftSource(path, self._weights.embedding.dtype, torch.device("cpu"), load_format)
-        found = check_live(load_eagle3(source, self._target), self._target, UPDATE)
+        found = check_learns(load_eagle3(source, self._target), self._target, UPDATE)
         for name, (one, other) in differences(found.config, self._weights.config):
             raise CheckpointError(f"{source.origin}: {name}: found {one}, expected {other}, as of the head that serves")
         if not torch.equal(found.target_ids, self._ids):

@@ -49,7 +49,6 @@ from overlap_spec.features.adapt_draft.learner import (
     Sample,
     Saver,
     batches,
-    check_live,
     laid_out,
     training_bytes,
 )
@@ -58,6 +57,7 @@ from overlap_spec.messages import Extension, StepPlan
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.speculative.drafts import ChainDraft, EngineShape
 from overlap_spec.speculative.interfaces import Proposer
+from overlap_spec.train_draft.eagle3 import check_learns
 from overlap_spec.train_draft.head import Tensors, accept_length
 from overlap_spec.train_draft.steps import Replays
 from overlap_spec.worker.build import Parts
@@ -95,7 +95,7 @@ def weights_of(settings: Settings, models: LoadedModels) -> Eagle3Weights:
         millions = proposer.profile.num_bytes // like.dtype.itemsize / 1e6
         text = f"a CPU would hold up requests for seconds while it trains {millions:.0f} million parameters; use a GPU"
         raise ConfigError(FLAG, text)
-    return check_live(proposer.draft if isinstance(proposer, ChainDraft) else proposer, models.target, FLAG)
+    return check_learns(proposer.draft if isinstance(proposer, ChainDraft) else proposer, models.target, FLAG)
 
 
 def needs(settings: Settings, models: LoadedModels) -> Needs:
@@ -155,7 +155,7 @@ def reader_of(models: LoadedModels) -> HeadReader:
     """What reads heads for the draft that was loaded, of chains or of trees."""
     chain = getattr(models.proposer, "chain", models.proposer)
     try:
-        return HeadReader(check_live(getattr(chain, "draft", chain), models.target, UPDATE), models.target)
+        return HeadReader(check_learns(getattr(chain, "draft", chain), models.target, UPDATE), models.target)
     except ConfigError as error:
         return HeadReader(None, models.target, str(error).partition(": ")[2])
 

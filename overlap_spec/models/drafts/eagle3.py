@@ -40,14 +40,13 @@ from overlap_spec.models.loading.division import Part, dividing
 from overlap_spec.models.loading.parts import finish, take_embedding
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.divided import divided_llama
-from overlap_spec.models.targets.llama import LlamaConfig, load_layer, load_norm
+from overlap_spec.models.targets.llama import LlamaConfig, layer_parts, load_layer, load_norm
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
 
 MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json, for the token of mask rows
-MASK, PARALLEL = (
-    "mask_hidden",
-    ("PEagleDraftModel", "PeagleLlamaForCausalLM"),
-)  # a tensor, and architectures that have it
+MASK = "mask_hidden"  # a tensor, and architectures that have it
+PARALLEL = ("PEagleDraftModel", "PeagleLlamaForCausalLM")
+LAYER = "midlayer"  # what SpecForge calls `layers.0`
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,12 @@ def _aux_layers(config: Mapping[str, Any], num_layers: int, origin: str) -> tupl
     if not eagle.get("use_aux_hidden_state", True):
         return ()
     given = eagle.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(sorted(given)) if given else _default_layers(num_layers, origin)
+    layers = tuple(sorted(given)) if given else default_aux_layers(num_layers)
+    if not layers:
+        raise CheckpointError(
+            f"{origin}: a target of {num_layers} layers has no default aux layers;"
+            " give eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
     if len(set(layers)) != len(layers) or not all(
         isinstance(layer, int) and 0 <= layer < num_layers for layer in layers
     ):
@@ -115,15 +119,10 @@ def _aux_layers(config: Mapping[str, Any], num_layers: int, origin: str) -> tupl
     return layers
 
 
-def _default_layers(num_layers: int, origin: str) -> tuple[int, ...]:
-    """A low, a middle and a high layer, as heads without `eagle_config` were trained."""
-    layers = (1, num_layers // 2 - 1, num_layers - 4)
-    if not layers[0] < layers[1] < layers[2]:
-        raise CheckpointError(
-            f"{origin}: a target of {num_layers} layers has no default aux layers;"
-            " give eagle_config.eagle_aux_hidden_state_layer_ids"
-        )
-    return layers
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer, as SGLang reads them; none where the target has too few."""
+    low, middle, high = 1, num_layers // 2 - 1, num_layers - 4
+    return (low, middle, high) if low < middle < high else ()
 
 
 @dataclass(frozen=True)
@@ -251,6 +250,19 @@ def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget,
     shared = tuple(part for part, whole in ((embedding, target.embedding), (head, target.head)) if part is whole)
     own -= count_bytes(shared)
     return Eagle3Weights(config, embedding, fusion, inputs, layers, norm, head, target_ids, own, mask)
+
+
+def tensor_places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
+    """Where each tensor of a head of one layer is, by SpecForge's names: a linear or a norm's weight, and its rows."""
+    norm, whole = weights.inputs.feature_norm, slice(None)
+    assert isinstance(norm, RMSNorm), "as it is loaded"
+    return {
+        "fc.weight": (weights.fusion.fc, whole),
+        **{f"{LAYER}.{name}": place for name, place in layer_parts(weights.layers[0]).items()},
+        f"{LAYER}.hidden_norm.weight": (norm.weight, whole),
+        "norm.weight": (weights.norm.weight, whole),
+        "lm_head.weight": (weights.head, whole),
+    }
 
 
 def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:

@@ -79,6 +79,12 @@ class AnyLinear(ABC):
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, I] -> [T, O]."""
 
+    @torch.no_grad()
+    def matrix(self) -> Tensor:
+        """The weight, whatever its format: what the linear gives for unit vectors, without its bias. Shapes: [O, I]."""
+        unit = torch.eye(self.in_features, dtype=self.compute_dtype, device=self.device)
+        return (self(unit) - self(torch.zeros_like(unit[:1]))).T.contiguous()
+
     def gated(self, x: Normed) -> Tensor:
         """silu(first half) * second half. Shapes: [T, I] -> [T, O / 2]."""
         return silu_mul(self(x))
@@ -176,6 +182,9 @@ class WrappedHead(AnyLinear):
     @property
     def work(self) -> ForwardWork:
         return self.head.work
+
+    def matrix(self) -> Tensor:
+        return self.head.matrix()
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return self._changed(self.head(x))
@@ -286,6 +295,11 @@ class PackedLinear(DenseLinear):
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return linear_packed(normalised(x), self.stored, self.bias, FEW_ROWS)
+
+
+def rows_of(part: AnyLinear | Tensor, rows: slice = slice(None)) -> Tensor:
+    """Of a linear's weight, or of a norm's. Of a weight with contiguous rows it is a view."""
+    return (part.matrix() if isinstance(part, AnyLinear) else part)[rows]
 
 
 def linear_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

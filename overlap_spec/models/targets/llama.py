@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import has_layer, is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, Projection, SelfAttention
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import HeadNormLinear, Norm, RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
@@ -308,6 +311,33 @@ def _load_qkv(
         order = rotated_head(shape).to(query.device)
         query, key = query[order], key[order]
     return HeadNormLinear(qkv, query, key, shape.num_kv_heads, config.rms_norm_eps)
+
+
+def layer_parts(layer: Any) -> dict[str, tuple[AnyLinear | Tensor, slice]]:
+    """Where a loaded layer's weights are, by Llama's names: a linear or a norm's weight, and its rows.
+
+    Those that have another form than Llama's are left out.
+    """
+    found, whole = dict[str, tuple[AnyLinear | Tensor, slice]](), slice(None)
+    attention, mlp = layer.attention, getattr(layer, "mlp", None)
+    if isinstance(attention, SelfAttention):
+        qkv = attention.qkv.qkv if isinstance(attention.qkv, HeadNormLinear) else attention.qkv
+        shape = attention.shape
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        if isinstance(qkv, AnyLinear) and qkv.out_features == queries + 2 * keys:
+            rows = {"q": slice(0, queries), "k": slice(queries, queries + keys), "v": slice(queries + keys, None)}
+            found |= {f"self_attn.{part}_proj.weight": (qkv, rows[part]) for part in "qkv"}
+            found["self_attn.o_proj.weight"] = attention.output, whole
+        if isinstance(attention.qkv, HeadNormLinear):
+            found["self_attn.q_norm.weight"] = attention.qkv.query, whole
+            found["self_attn.k_norm.weight"] = attention.qkv.key, whole
+    if isinstance(mlp, GatedMLP):
+        inner = mlp.down.in_features
+        found["mlp.gate_proj.weight"] = mlp.gate_up, slice(0, inner)
+        found["mlp.up_proj.weight"] = mlp.gate_up, slice(inner, None)
+        found["mlp.down_proj.weight"] = mlp.down, whole
+    norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": getattr(layer, "mlp_norm", None)}
+    return found | {f"{name}.weight": (n.weight, whole) for name, n in norms.items() if isinstance(n, RMSNorm)}
 
 
 class NormSizes(Protocol):

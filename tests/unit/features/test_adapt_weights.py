@@ -8,8 +8,9 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft.learner import Learner, Learnt, LiveHead, Packed, Sample, check_live, laid_out
+from overlap_spec.features.adapt_draft.learner import Learner, Learnt, LiveHead, Packed, Sample, laid_out
 from overlap_spec.models.layers.linear_forms import FORMS, in_form
+from overlap_spec.train_draft.eagle3 import check_learns
 from overlap_spec.train_draft.head import Batch
 from overlap_spec.train_draft.steps import bound
 
@@ -190,14 +191,15 @@ def test_a_batch_without_places_teaches_nothing() -> None:
         ({"num_hidden_layers": 2}, "layers beside the first"),
         ({"norm_output": True}, "norm_output"),
         ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"architectures": ["MistralForCausalLMEagle3"], "sliding_window": 8}, "norms of heads, sinks or a window"),
     ],
 )
 def test_other_heads_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
     head = load_tiny_draft(tiny_eagle3(5, TARGET, aux_layers=(0, 2), **changes), LOADED)
     with pytest.raises(ConfigError, match=f"^--adapt-draft: .*{said}"):
-        check_live(head, LOADED, "adapt_draft")
+        check_learns(head, LOADED, "adapt_draft")
 
 
 def test_another_kind_of_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match="^--adapt-draft: an EAGLE-3 head .* can learn, not a object"):
-        check_live(object(), LOADED, "adapt_draft")
+        check_learns(object(), LOADED, "adapt_draft")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
+from overlap_spec.models.layers.linear import DividedLogits, Linear, PackedLinear, make_linear
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.quantization.grouped import Groups, in_16_bits
 from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
@@ -85,6 +85,16 @@ def test_a_quantised_head_adds_its_bias() -> None:
     stored, bias, x = StoredWeight.rounded(torch.randn(64, 128)), torch.randn(64), torch.randn(3, 128)
     linear = QuantizedLinear(stored.operand(torch.float32), bias)
     torch.testing.assert_close(linear.logits(x), x @ stored.matrix(torch.float32).t() + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_a_linear_of_any_format_tells_its_weight() -> None:
+    """Without its bias; of a head whose logits become others, before they do."""
+    stored, bias = StoredWeight.rounded(torch.randn(64, 128)), torch.randn(64)
+    weight = stored.matrix(torch.float32)
+    quantised, packed = QuantizedLinear(stored.operand(torch.float32), bias), make_linear(weight, bias)
+    for linear in (quantised, packed, Linear(weight, bias), DividedLogits(Linear(weight), 8.0)):
+        torch.testing.assert_close(linear.matrix(), weight, rtol=1e-5, atol=1e-5)
+    assert Linear(weight, bias).matrix().data_ptr() == weight.data_ptr()
 
 
 def test_rows_that_change_places_take_their_scales_and_zeros_with_them() -> None:
