@@ -14,7 +14,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 COUNTS = [5, 1, 9]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("choice", [DEFAULT_ATTENTION, AttentionChoice(torch_only=True)], ids=str)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_rows_that_are_read_are_those_of_a_whole_forward(family: str, choice: AttentionChoice) -> None:
