@@ -9,6 +9,7 @@ status is 1. `--only`: faults whose file, room or reason has one of these words.
 """
 
 import argparse
+import multiprocessing
 import os
 import queue
 import signal
@@ -23,11 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 QUICK = "not cuda and not full and not slow"  # as README's command
 LIMIT_S = 120.0  # for the tests of a fault
 BASELINE_LIMIT_S = 900.0  # for all tests that faults name, without a fault
+FORKED = multiprocessing.get_context("forkserver")  # what most tests import is imported once
+FORKED.set_forkserver_preload(["pytest", "torch", "triton", "tokenizers", "zmq"])
 KILLED, SURVIVED, HUNG, BROKEN, STALE = "killed", "survived", "hung", "broken", "stale"
 
 
@@ -87,8 +92,6 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self._path = path
         subprocess.run([ROOT / ".ci" / "copy_tracked", ROOT, path], check=True, stderr=subprocess.DEVNULL)
-        roots = (path, path / "kernels")
-        self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, roots))}
 
     def judge(self, fault: Fault) -> Outcome:
         """Plant it, run its tests, and put the file back."""
@@ -106,30 +109,39 @@ class Copy:
 
     def run(self, tests: Sequence[str], limit_s: float, *options: str) -> tuple[str, str]:
         """Returns what the tests make of a fault, and the end of what they print."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK, *options, *tests]
-        with subprocess.Popen(
-            command,
-            cwd=self._path,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output = process.communicate(timeout=limit_s)[0]
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and the processes that its tests have started
-                return HUNG, process.communicate()[0][-2000:]
-        if process.returncode == 1 and "\nFAILED " in output:
+        arguments = ["-q", "-p", "no:cacheprovider", "-m", QUICK, *options, *tests]
+        with tempfile.NamedTemporaryFile() as printed:
+            process = FORKED.Process(target=_run_pytest, args=(self._path, arguments, printed.name))
+            process.start()
+            process.join(limit_s)
+            if process.exitcode is None:
+                os.killpg(process.ident or 0, signal.SIGKILL)  # and the processes that its tests have started
+                process.join()
+            output = Path(printed.name).read_text(errors="replace")
+        if process.exitcode == -signal.SIGKILL:
+            return HUNG, output[-2000:]
+        if process.exitcode == 1 and "\nFAILED " in output:
             return KILLED, ""
-        return (BROKEN if process.returncode else SURVIVED), output[-2000:]
+        return (BROKEN if process.exitcode else SURVIVED), output[-2000:]
 
     def _write(self, file: Path, text: str) -> None:
         """Its compiled form may be as new, and as long, so it goes."""
         file.write_text(text)
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
             compiled.unlink()
+
+
+def _run_pytest(tree: Path, arguments: Sequence[str], output: str) -> None:
+    """In a process of its own, which has imported nothing of any tree."""
+    os.setsid()
+    os.chdir(tree)
+    with open(output, "wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    roots = [str(tree), str(tree / "kernels")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(roots)  # of processes that tests start
+    sys.path[:0] = roots
+    sys.exit(pytest.main([*arguments]))
 
 
 def judged(faults: Sequence[Fault], copies: Sequence[Copy]) -> Iterator[Outcome]:
