@@ -38,11 +38,14 @@ ToolCallParser = Literal[
     "deepseek_v31",
     "kimi_k2",
     "glm45",
+    "glm",
     "glm47",
     "gpt-oss",
     "openai",
     "qwen3_coder",
     "qwen3_xml",
+    "mimo",
+    "step3p5",
     "gemma4",
 ]
 ReasoningParser = Literal[
@@ -50,6 +53,7 @@ ReasoningParser = Literal[
     "none",
     "deepseek-r1",
     "deepseek_r1",
+    "step3p5",
     "deepseek-v3",
     "deepseek_v3",
     "kimi_k2",
@@ -59,6 +63,7 @@ ReasoningParser = Literal[
     "openai_gptoss",
     "qwen3",
     "qwen3-thinking",
+    "mimo",
 ]
 SamplingDefaultsFrom = Literal["model", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]

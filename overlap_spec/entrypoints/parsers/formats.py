@@ -265,7 +265,7 @@ CALL_FORMATS = (  # in the order in which a template is looked at
     ),
     CallFormat(
         "glm45",
-        ("glm47",),
+        ("glm", "glm47"),
         tagged.TaggedParser,
         lambda template: tagged.KEY in template,
         tagged.MARKERS,
@@ -281,7 +281,7 @@ CALL_FORMATS = (  # in the order in which a template is looked at
     ),
     CallFormat(
         "qwen3_coder",
-        ("qwen3_xml",),
+        ("qwen3_xml", "mimo", "step3p5"),
         xml_calls.XmlParser,
         lambda template: xml_calls.FUNCTION in template and xml_calls.PARAMETER in template,
         xml_calls.MARKERS,
@@ -313,7 +313,7 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(
         "deepseek-r1",
-        ("deepseek_r1",),
+        ("deepseek_r1", "step3p5"),
         lambda template: _is_deepseek(template) and not _is_deepseek_v31(template),
         is_implicit=True,
     ),
@@ -329,7 +329,7 @@ REASONING_FORMATS = (
         breaks=(gemma4.OPEN,),
         shown=gemma4.CHANNELS,
     ),
-    ReasoningFormat("qwen3", ("qwen3-thinking",), lambda template: "</think>" in template),
+    ReasoningFormat("qwen3", ("qwen3-thinking", "mimo"), lambda template: "</think>" in template),
 )
 
 

@@ -337,6 +337,16 @@ def test_formats_by_template(template: str, calls: str | None, reasoning: str | 
 
 
 @pytest.mark.parametrize(
+    ("name", "calls", "reasoning"),
+    [("mimo", "qwen3_coder", "qwen3"), ("step3p5", "qwen3_coder", "deepseek-r1"), ("glm", "glm45", None)],
+)
+def test_names_of_families_that_write_as_others(name: str, calls: str, reasoning: str | None) -> None:
+    """As SGLang maps them to its detectors."""
+    found, thought = call_format(name, ""), reasoning_format(name, "")
+    assert (found and found.name, thought and thought.name) == (calls, reasoning)
+
+
+@pytest.mark.parametrize(
     ("flag", "formats"), [("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)]
 )
 def test_the_flags_know_every_format(flag: str, formats: tuple) -> None:
