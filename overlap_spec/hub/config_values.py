@@ -200,9 +200,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a model of several kinds of input: what is about its text, beside what is about the whole model."""
+    """Of a model of several kinds of input: what is about its text, beside what is about the whole model.
+
+    A text model that was saved alone is named as the whole one, whose text it is.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
+        names = config.get("architectures")
+        if isinstance(names, list):
+            return config | {"architectures": [TEXT_ALONE.get(str(name), name) for name in names]}
         return config
     whole = {key: value for key, value in config.items() if not key.endswith("_config") or key == FORMAT}
     kept = {key: value for key, value in text.items() if key != "architectures"}
@@ -210,6 +216,8 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FORMAT = "quantization_config"
+# As transformers names them, whose tensors are those of the whole model without the others.
+TEXT_ALONE = {f"Qwen3_5{kind}ForCausalLM": f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe")}
 OF_WHOLE = (FORMAT, "eos_token_id", "tie_word_embeddings")  # the part about the text tells less of these
 NAME, QUANTIZATION = "generation_config.json", "hf_quant_config.json"
 

@@ -17,6 +17,7 @@ from overlap_spec.config import (
     facts_of,
 )
 from overlap_spec.config.resolve.speculation import with_mask_rows
+from overlap_spec.config.speculation import num_own_layers
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.config_values import (
@@ -39,7 +40,13 @@ from overlap_spec.hub.snapshots import (
     is_cached,
     looks_like_hub_id,
 )
-from overlap_spec.hub.weight_files import check_draft_kind, check_draft_vocabulary, has_mask_rows, refuse_head
+from overlap_spec.hub.weight_files import (
+    check_draft_kind,
+    check_draft_vocabulary,
+    check_own_layers,
+    has_mask_rows,
+    refuse_head,
+)
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
@@ -101,7 +108,10 @@ def resolve_drafting(
         revision = config.speculative_draft_model_revision
         draft = resolve_draft(spec.draft_path, progress, spec.draft_load_format, revision)
         _checked_config("speculative_draft_model_path", Path(draft) / "config.json", read_config)
-        check_draft_kind(spec.method, draft, spec.draft_load_format)
+        if draft == files.weights and num_own_layers(files.config):
+            check_own_layers(draft, files.config, spec.draft_load_format)
+        else:
+            check_draft_kind(spec.method, draft, spec.draft_load_format)
         if facts_of(spec.method).compares_tokenizers:
             notes += check_draft_vocabulary(draft, files)
         if has_mask_rows(draft, spec.draft_load_format):

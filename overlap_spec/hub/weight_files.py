@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.config import DUMMY, ModelFiles, facts_of
-from overlap_spec.config.speculation import METHOD_FACTS, DraftKind, Shapes, can_only_draft, draft_kind
+from overlap_spec.config.speculation import (
+    METHOD_FACTS,
+    DraftKind,
+    Shapes,
+    can_only_draft,
+    draft_kind,
+    num_own_layers,
+)
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub.config_values import read_json
 
@@ -33,6 +40,20 @@ def check_draft_kind(method: str, directory: str, load_format: str) -> None:
     """Run `refuse_other_kind` on the safetensors of a directory; other formats pass."""
     if shapes := _stored_shapes(Path(directory), load_format):
         refuse_other_kind(method, directory, shapes)
+
+
+def check_own_layers(directory: str, config: Mapping[str, Any], load_format: str) -> None:
+    """Raises: CheckpointError if a target has no tensor of the MTP layers that its config.json counts.
+
+    Fine-tuned and quantised models often lack them. Without safetensors it passes.
+    """
+    shapes = _stored_shapes(Path(directory), load_format)
+    if shapes and draft_kind(shapes) is not DraftKind.MTP:
+        raise CheckpointError(
+            f"{directory}: found no tensor of an MTP layer, expected those of {num_own_layers(config)} by config.json;"
+            " add them from the model that this one was made of, name a draft by --speculative-draft-model-path, or use"
+            " --speculative-algorithm NGRAM"
+        )
 
 
 def has_mask_rows(directory: str, load_format: str) -> bool:

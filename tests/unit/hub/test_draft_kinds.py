@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.tiny.eagle import tiny_eagle
 from support.tiny.models import TinyCheckpoint, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.mtp import in_deepseek_layout, tiny_mtp, with_mtp
@@ -14,7 +15,7 @@ from overlap_spec.config import EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.hub import check_draft_kind, resolve_model
+from overlap_spec.hub import check_draft_kind, resolve_drafting, resolve_model
 from overlap_spec.hub.weight_files import _is_named_head
 from overlap_spec.worker import build
 
@@ -87,6 +88,22 @@ def test_another_methods_draft_is_refused_before_a_process_starts(
     engine = Engine(flags(method, tmp_path, draft), roles={})
     with pytest.raises(CheckpointError, match=f"draft: it looks like .*{message}"):
         asyncio.run(engine.start())
+
+
+def test_a_target_without_the_layers_that_its_config_counts(tmp_path: Path) -> None:
+    """As many that were trained further or quantised: what is missing is said, not what the rest looks like."""
+    counted = TinyCheckpoint(TARGET.config | {"num_nextn_predict_layers": 1}, TARGET.tensors)
+    config = EngineConfig(
+        model_path=str(write_checkpoint(tmp_path, counted)), skip_tokenizer_init=True, speculative_algorithm="NEXTN"
+    )
+    said = "found no tensor of an MTP layer, expected those of 1 by config.json; .*--speculative-draft-model-path"
+    files = resolve_model(config)
+    with pytest.raises(CheckpointError, match=said):
+        resolve_drafting(settings_of(config).spec, files, config)
+    head = replace(config, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(tmp_path / "head"))
+    write_checkpoint(tmp_path / "head", EAGLE3)
+    resolve_drafting(settings_of(head).spec, files, head)
+    assert files.config["architectures"] == TARGET.config["architectures"]
 
 
 @other_draft

@@ -1,13 +1,15 @@
 """Logits of every architecture against transformers, prefilled in chunks and decoded through scattered pages."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.paged_rows import Paged
+from support.tiny.drawn import TOKENS, loaded, logits_of
 from support.tiny.families import TINY_FAMILIES
-from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target
-from support.transformers_model import keep_float64, reference_model
+from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_config, tiny_target
+from support.transformers_model import keep_float64, model_of, reference_model
 from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetOutput
@@ -140,6 +142,26 @@ def stream_after(reference: Any, tokens: Tensor, layer: int) -> Tensor:
     reference(tokens[None])
     handle.remove()
     return seen[0][0]
+
+
+IN_EVERY_RUN = ("qwen3.5", "qwen3.5 moe")  # whose text models have a name of their own when they are saved alone
+SAVED = [family for family in TINY_FAMILIES if family != "step 3.5"]  # of which transformers has the whole model alone
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in IN_EVERY_RUN else pytest.mark.slow) for each in SAVED]
+)
+def test_a_checkpoint_that_transformers_has_saved(family: str, tmp_path: Path) -> None:
+    """Under its names for tensors, architectures and keys, not the published ones."""
+    settings = {key: value for key, value in tiny_config(**TINY_FAMILIES[family]).items() if key != "architectures"}
+    model = model_of(settings, torch.float32)
+    random = torch.Generator().manual_seed(1)
+    for each in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "correction" in name)):
+        each.data.normal_(std=0.2, generator=random)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(tmp_path)), expected, atol=1e-4, rtol=0)
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
