@@ -78,6 +78,8 @@ class SnapshotCache(PrefixCache):
         node, known = self._walk(tokens, num_pages, salt, num_public)
         if known < num_pages:
             return False
+        if node.salt and node.parent is not None:  # its pages are public, and those of the salt begin where they end
+            node = node.parent
         if node.snapshot != NONE:  # another request was faster
             self.free.append(snapshot)
             return True

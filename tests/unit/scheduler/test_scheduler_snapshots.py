@@ -165,6 +165,15 @@ def test_public_tokens_are_shared_by_all_salts() -> None:
     assert [scene.served("abcdefgh" + own, own, 8) for own in ("xxxxx", "yyyyy", "zzzzz")] == [0, 0, 8]
 
 
+def test_a_snapshot_where_public_tokens_end_is_of_all_salts_and_goes_with_its_pages() -> None:
+    """Also if it is of a client that has cached more below them already."""
+    scene = Scene(num_snapshots=6)
+    prompts = [("abcdefgh" + own, salt, 8) for own, salt in (("xxxxxx", "x"), ("zzzzzz", "x"), ("yyyyyy", "y"))]
+    assert [scene.served(*prompt) for prompt in prompts] == [0, 0, 8]
+    scene.cache.evict(scene.cache.num_evictable)
+    assert len(scene.cache.free) == 6 and not scene.cache.places
+
+
 def test_a_split_edge_keeps_its_snapshot_at_its_end() -> None:
     scene = Scene()
     scene.served("abcdefghij")
