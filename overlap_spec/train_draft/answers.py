@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -56,20 +55,14 @@ class FeatureRing(NoProposer):
     def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, num_rows: int) -> None:
         self.profile = DraftProfile(aux_layers=aux_layers)
         self.num_rows = num_rows
-        self._sizes = len(aux_layers) * hidden_size, hidden_size
+        self.sizes = [len(aux_layers) * hidden_size, hidden_size]
         self._known: dict[int, int] = {}  # what the device has, by slot
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "FeatureRing":
         """Take the ring's memory."""
-        self.rows = torch.zeros(self.num_rows + 1, sum(self._sizes), dtype=shape.dtype, device=shape.device)
+        self.rows = torch.zeros(self.num_rows + 1, sum(self.sizes), dtype=shape.dtype, device=shape.device)
         self.bases = torch.full((shape.num_rows,), NOWHERE, device=shape.device)
         return self
-
-    def states(self, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Where it has rows of requests, as many of each. Shapes: -> aux [B, L, n * H], hidden [B, L, H], views."""
-        assert count * length <= self.num_rows, "a batch fits the ring"
-        aux, hidden = self.rows[: count * length].view(count, length, -1).split(self._sizes, 2)
-        return aux, hidden
 
     def place(self, bases: Mapping[int, int]) -> None:
         """Requests take slots, and their rows go there from now on; `NOWHERE`: they are not kept. Sync: never."""
@@ -111,36 +104,36 @@ class LocalEngine:
         prepare(settings, self._executor, geometry, say)
         self._captured = self._executor.runner
         ready = worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0))
-        # What is sent is taken at once. The scheduler's loop does not run: nothing else is asked of a link.
-        worker, frontend = (cast(Any, SimpleNamespace(send=take)) for take in (self._launch, self._take))
-        links = Links(worker, worker, frontend)
+        # The scheduler's loop does not run: nothing else is asked of a link.
+        links = Links(cast(Any, self), self, self)
         cache = replaced(settings.cache, prefix_cache=False)
         self._scheduler = build_scheduler(ready, settings.scheduler, cache, links)
         self._flight: deque[StepHandle] = deque()
         self._num_asked = 0
         self._bases: dict[int, int] = {}  # of requests whose rows are kept, by uid
-        self._open: dict[int, list[int]] = {}  # answers, by uid
+        self._open: dict[int, tuple[Tokens, list[int]]] = {}  # prompts and answers, by uid
         self._ended: list[int] = []
 
     def close(self) -> None:
         """Nothing is asked any more."""
         self._executor.close()
 
-    def states(self, samples: Sequence[Tokens], length: int) -> tuple[Tensor, Tensor]:
-        """Hidden states of samples, `length` rows of each; the next call writes there again.
+    def states(self, samples: Sequence[Tokens], length: int) -> tuple[Tensor, ...]:
+        """Hidden states of samples, `length` rows of each, no more than the ring has; the next call writes there again.
 
         Step by step: what is captured for windows of one leaves the proposer out.
-        Shapes: -> aux [B, L, n * H], hidden [B, L, H].
+        Shapes: -> aux [B, L, n * H], hidden [B, L, H], views.
         """
         self._bases = {self._num_asked + place: place * length for place in range(len(samples))}
         for _ in self.answers(((tokens, READ) for tokens in samples), captured=False):
             pass
-        return self.ring.states(len(samples), length)
+        rows = self.ring.rows[: len(samples) * length].view(len(samples), length, -1)
+        return torch.split(rows, self.ring.sizes, 2)
 
     def answers(
         self, asked: Iterable[Asked], stop_ids: tuple[int, ...] = (), until: float = math.inf, captured: bool = True
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Each answer with its place in `asked`, as they end; of a request that is refused, an empty one.
+    ) -> Iterator[tuple[int, Tokens, list[int]]]:
+        """Places in `asked`, prompts and their answers, as they end; of a request that is refused, an empty one.
 
         `until` [s, time.monotonic()]: then those that are open end where they are, and no other begins.
         """
@@ -152,7 +145,7 @@ class LocalEngine:
                 self._scheduler.take([Abort(uid, AbortReason.SHUTDOWN) for uid in self._open])
             for tokens, sampling in islice(waiting, self._most_open - len(self._open)):
                 uid, prompt = self._num_asked, array("i", tokens).tobytes()
-                self._open[uid], self._num_asked = [], uid + 1
+                self._open[uid], self._num_asked = (tokens, []), uid + 1
                 self._scheduler.take([Admit(uid, prompt, sampling, stop_ids, time.monotonic())])
             if not self._open and not self._flight:
                 return
@@ -162,20 +155,18 @@ class LocalEngine:
             self._scheduler.send_replies()
             ended, self._ended = self._ended, []
             for uid in ended:
-                yield uid - first, self._open.pop(uid)
+                yield uid - first, *self._open.pop(uid)
 
-    def _launch(self, plan: StepPlan) -> None:
-        """What is planned is launched at once: the scheduler plans the step after the one that it waits for."""
-        self.ring.place({slot: self._bases.get(reset.uid, NOWHERE) for slot, reset in plan.resets.items()})
-        self._executor.launch(plan, self._flight.append)
-
-    def _take(self, message: object) -> None:
-        """Of what the frontend is told: tokens, and which requests have ended."""
-        if isinstance(message, Refused):
-            self._open[message.uid].clear()
+    def send(self, message: object) -> None:
+        """Both ends of the scheduler's links. A plan is launched at once: the scheduler plans ahead."""
+        if isinstance(message, StepPlan):
+            self.ring.place({slot: self._bases.get(reset.uid, NOWHERE) for slot, reset in message.resets.items()})
+            self._executor.launch(message, self._flight.append)
+        elif isinstance(message, Refused):
+            self._open[message.uid][1].clear()
             self._ended.append(message.uid)
         elif isinstance(message, TokenDeltas):
             for uid, tokens, finish in zip(message.uids, message.tokens, message.finishes, strict=True):
-                self._open[uid].extend(tokens)
+                self._open[uid][1].extend(tokens)
                 if finish is not None:
                     self._ended.append(uid)

@@ -54,9 +54,9 @@ class DFlash(Head):
         for index in range(self._num_layers):
             known = self._frozen.layer(max(count - self._num_layers + index, 0))
             layer = self._frozen.begun_layer(known, llama.hidden_size, random)
+            ones = torch.ones(llama.head_dim)
+            layer |= {f"self_attn.{part}_norm.weight": _head_norm(known, part) * ones for part in "qk"}
             made |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
-            sizes = {part: _head_norm(known, part) * torch.ones(llama.head_dim) for part in "qk"}
-            made |= {f"layers.{index}.self_attn.{part}_norm.weight": size for part, size in sizes.items()}
         norms = [made[f"layers.{index}.input_layernorm.weight"] for index in range(self._num_layers)]
         made["fc.weight"] = self._frozen.fc(len(self._aux_layers), random)
         made["hidden_norm.weight"], made["norm.weight"] = torch.stack(norms).mean(0), self._frozen.final_norm
@@ -64,7 +64,8 @@ class DFlash(Head):
 
     def config(self) -> dict[str, Any]:
         """With block, mask and the layers that are read."""
-        return self._frozen.config(self._num_layers) | {
+        return self._frozen.given | {
+            "num_hidden_layers": self._num_layers,
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": len(self._ahead),
@@ -77,7 +78,7 @@ class DFlash(Head):
 
     def places(self, batch: Batch, random: torch.Generator) -> Tensor:
         """Roots: tokens of the answers that have one behind them, one of each part of an answer."""
-        count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], _num_blocks(batch)
+        count, blocks = (batch.lengths - 1 - batch.starts).clamp(min=1)[:, None], min(BLOCKS, batch.tokens.shape[1])
         share = (torch.rand(len(count), blocks, generator=random) + torch.arange(blocks)) / blocks
         roots = batch.starts[:, None] + (share.to(count.device) * count).long().minimum(count - 1)
         return (roots + batch.tokens.shape[1] * torch.arange(len(roots), device=roots.device)[:, None]).flatten()
@@ -85,7 +86,7 @@ class DFlash(Head):
     def loss_at(self, batch: Batch, places: Tensor, count: Tensor) -> Tensor:
         """Of as many roots of each sample, in their order; places behind them are none."""
         samples, length = batch.tokens.shape
-        roots = (places[: samples * _num_blocks(batch)] % length).view(samples, -1)
+        roots = (places[: samples * min(BLOCKS, length)] % length).view(samples, -1)
         guessed, weights = roots[..., None] + self._guessed, self.weights()
         fades = min(FADES, (len(self._guessed) + 1) / 2)
         shares = torch.exp(-(self._guessed - 1) / fades) * (guessed < batch.lengths[:, None, None])
@@ -216,11 +217,6 @@ def _head_norm(known: Tensors, part: str) -> Tensor:
     if (weight := known.get(f"self_attn.{part}_proj.weight")) is None:
         return torch.ones(1)
     return (weight * known.get("input_layernorm.weight", 1)).square().sum(1).mean().sqrt().view(1).cpu()
-
-
-def _num_blocks(batch: Batch) -> int:
-    """Of each sample."""
-    return min(BLOCKS, batch.tokens.shape[1])
 
 
 def _turned(weights: Weights, name: str, x: Tensor, cos_sin: Tensor) -> Tensor:

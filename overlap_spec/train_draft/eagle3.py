@@ -61,7 +61,7 @@ class Eagle3(Head):
     def config(self) -> dict[str, Any]:
         """With the layers that are read, as SGLang and vLLM look for it."""
         layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self._aux_layers)}
-        return self._frozen.config(1) | {
+        return self._frozen.given | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "mlp_bias": False,

@@ -4,7 +4,7 @@ Legend: B samples, L rows of the longest, n aux layers, H hidden size, V and Vd 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,6 @@ from overlap_spec_kernels import split_rotated, split_rotated_back
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import rows_of
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.targets.llama import LlamaConfig, layer_parts
@@ -117,24 +116,17 @@ def accept_length(accepted: Sequence[Sequence[int]], starts: Sequence[int], leng
     return committed / steps if steps else 0.0
 
 
-@dataclass(frozen=True)
 class Frozen:
-    """The target's parts that a draft reads, as they are. `llama`: the numbers of a draft layer."""
+    """The target's parts that a draft reads, as they are, and rotary tables for so many positions.
 
-    target: LoadedTarget
-    llama: LlamaConfig
-    given: Mapping[str, Any]  # of the target's config.json, what a draft's has too
-    cos_sin: Tensor  # [P, d], float32 or wider: cosines, then sines
+    llama: the numbers of a draft layer
+    given: a draft's config.json, as far as it is its target's
+    cos_sin: [P, d], float32 or wider: cosines, then sines
+    """
 
-    @classmethod
-    def of(cls, target: LoadedTarget, llama: LlamaConfig, given: Mapping[str, Any], num_positions: int) -> "Frozen":
-        """With rotary tables for so many positions."""
-        like = target.embedding
-        return cls(target, llama, given, llama.rope.table(num_positions, like.dtype, like.device))
-
-    @property
-    def embedding(self) -> Embedding:
-        return self.target.embedding
+    def __init__(self, target: LoadedTarget, llama: LlamaConfig, given: dict[str, Any], num_positions: int) -> None:
+        self.target, self.llama, self.given, self.embedding = target, llama, given, target.embedding
+        self.cos_sin = llama.rope.table(num_positions, self.embedding.dtype, self.embedding.device)
 
     @cached_property
     def head(self) -> Tensor:
@@ -173,18 +165,6 @@ class Frozen:
         drawn = torch.randn(hidden, num_aux * hidden, generator=random) * FC_STD
         drawn[:, -hidden:] += torch.eye(hidden)
         return drawn
-
-    def config(self, num_layers: int) -> dict[str, Any]:
-        """What `llama` was read from, with every size spelled out."""
-        return {
-            **self.given,
-            "num_key_value_heads": self.llama.num_kv_heads,
-            "head_dim": self.llama.head_dim,
-            "num_hidden_layers": num_layers,
-            "initializer_range": 0.02,
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-        }
 
 
 def layer_sizes(llama: LlamaConfig, input_size: int) -> dict[str, tuple[int, ...]]:

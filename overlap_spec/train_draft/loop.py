@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from overlap_spec.config import Settings, SpecSettings, facts_of
 from overlap_spec.config.speculation import DraftKind
@@ -64,18 +63,13 @@ class Order:
     max_new_tokens: int = 256
     draft_vocab_size: int = 0
     block_size: int = 8
-    begins_with: str = ""  # directory of a head; "": of the target's layer
+    begins_with: str | None = None  # directory of a head; None: of the target's layer
     learning_rate: float = 0.0
     seed: int = 0
 
     def longest_answer(self, prompt_tokens: int, max_len: int) -> int:
         """Tokens, at least 1: too few to learn from where a prompt leaves no room. `max_len`: the engine's."""
         return min(self.max_new_tokens, max(min(self.most_tokens, max_len) - prompt_tokens - 1, 1))
-
-    @property
-    def kind(self) -> DraftKind:
-        """The draft that the method guesses with."""
-        return facts_of(self.method).draft_kinds[0]
 
     @property
     def deadline(self) -> float:
@@ -90,11 +84,8 @@ class Order:
     def too_short(self, what: str) -> ConfigError:
         """The time limit ends before anything is learnt."""
         spent = time.monotonic() - self.started
-        return ConfigError(
-            "time_limit",
-            f"{self.time_limit_s:g} s are too short for one round: {what} after {spent:.0f} s; give {2 * spent:.0f} s"
-            " or more. The answers are kept: --resume goes on",
-        )
+        text = f"{self.time_limit_s:g} s are too short for one round: {what} after {spent:.0f} s"
+        return ConfigError("time_limit", f"{text}; give {2 * spent:.0f} s or more. --resume goes on with the answers")
 
 
 class Shown(Protocol):
@@ -113,9 +104,9 @@ class Report:
 
     samples: int
     answer_tokens: int
-    steps: int = 0
+    steps: int
+    untrained: float
     loss: float = math.nan
-    untrained: float = math.nan
     accept_length: float = math.nan
     steps_per_s: float = 0.0
 
@@ -129,9 +120,8 @@ class Run:
     def __init__(self, order: Order, settings: Settings, codec: Codec, prompts: PromptFile, shown: Shown) -> None:
         """Load the engine. Raises: ConfigError, CheckpointError."""
         self._order, self._shown, self._prompts, self._codec = order, shown, prompts, codec
-        self._files = settings.model.files
-        self._given, self._begun = state.draft_config(self._files.config), dict[str, Any]()
-        self._llama = state.layer_numbers(self._files.config, self._files.weights)
+        self._files, self._kind = settings.model.files, facts_of(order.method).draft_kinds[0]
+        self._begun, self._numbers = dict[str, Any](), state.draft_numbers(self._files.config, self._files.weights)
         state.check_output(order.output, order.resume)
         self._random = torch.Generator().manual_seed(order.seed)
         self._loss: Tensor | None = None  # of a step that was not looked at yet
@@ -139,30 +129,35 @@ class Run:
         self._engine = LocalEngine(settings, self._ring_for, shown.loading)
 
     def _ring_for(self, target: LoadedTarget) -> FeatureRing:
-        self._aux_layers = state.aux_layers_of(target.num_layers, self._order.kind, NUM_LAYERS)
+        self._aux_layers = state.aux_layers_of(target.num_layers, self._kind, NUM_LAYERS)
         if path := self._order.begins_with:
             source = DraftSource.for_target(path, target)
             self._begun = read_head(source, target, "speculative_draft_model_path")
-            self._aux_layers, self._given = self._begun["aux_layers"], state.draft_config(source.config())
-            self._llama = state.layer_numbers(self._given, source.origin)
+            self._aux_layers = self._begun["aux_layers"]
+            self._numbers = state.draft_numbers(source.config(), source.origin)
         rows = BATCH_ROWS[target.embedding.device.type] // (2 if target.hidden_size > WIDE else 1)
         return FeatureRing(self._aux_layers, target.hidden_size, rows)
 
     def run(self) -> Report:
-        """Answer and train until the time is over. Raises: ConfigError if there is nothing to learn, or no time."""
+        """Answer and train until the time is over, and load what was written.
+
+        Raises: ConfigError if there is nothing to learn, or no time; CheckpointError.
+        """
         order = self._order
         try:
             self._samples, self._held_out = self._answered()
-            kept = state.read_training(order.output) if order.resume else None
+            kept = state.read_training(order.output) if order.resume else {}
             self._head = self._begun_head(kept)
             state.check_space(order.output, self._head)
-            self.report = Report(len(self._samples), sum(len(sample.answer) for sample in self._samples))
+            num_tokens = sum(len(sample.answer) for sample in self._samples)
+            before = kept.get("steps", 0), kept.get("untrained", math.nan)
+            self.report = Report(len(self._samples), num_tokens, *before)
             self._steps = BatchSteps(self._head, self._engine.ring.num_rows)
-            if kept is not None:
+            if kept:
                 self._steps.go_on(kept["optimiser"])
-                self.report.steps, self.report.untrained = kept["steps"], kept["untrained"]
             self._train()
-            self._check_loads()
+            spec = SpecSettings(order.method, str(order.output), num_steps=1, topk=1, width=2)
+            method_named(spec.method).load(spec, self._engine.target, lambda done, total: None)  # as it is served
             return self.report
         finally:
             self._engine.close()
@@ -171,8 +166,7 @@ class Run:
         """Those of an earlier run, and more if not all prompts have been answered."""
         order, target, file = self._order, self._engine.target, self._prompts
         sizes = f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} tokens"
-        begins = order.begins_with or None
-        facts = {"method": order.method, "prompts": file.digest, "target": sizes, "begins_with": begins}
+        facts = {"method": order.method, "prompts": file.digest, "target": sizes, "begins_with": order.begins_with}
         num_asked, answered = state.read_answers(order.output, facts) if order.resume else (0, ([], []))
         if num_asked < len(file.lines):
             num_asked = self._ask(num_asked, answered)
@@ -181,23 +175,19 @@ class Run:
             return answered
         if time.monotonic() > order.answers_end:
             raise order.too_short("the first answers were not out")
-        which = "samples" if not answered[0] else "held-out prompts"
-        raise ConfigError(
-            "prompts",
-            f"{file.path}: no answer to learn from among the {which}: {num_asked} prompts were answered, and without"
-            f" loops no answer has {LEAST_ANSWER} tokens",
-        )
+        which = "held out" if answered[0] else "to learn from"
+        text = f"no answer {which} has {LEAST_ANSWER} tokens before it repeats itself, of {num_asked}"
+        raise ConfigError("prompts", f"{file.path}: {text}")
 
     def _ask(self, first: int, answered: Answered) -> int:
         """Answer prompts from this one on, those held out first. Returns the first that was not asked."""
         now, order, file, engine = time.monotonic(), self._order, self._prompts, self._engine
         until = min(now + ANSWERS_SHARE * (order.deadline - now), order.answers_end)
-        prompts: list[list[int]] = []
         found: dict[int, Sample] = {}
         num_tokens = 0
-        for place, answer in engine.answers(self._asked(first, prompts), self._files.eos_token_ids, until):
-            tokens = torch.tensor([*prompts[place], *answer], dtype=torch.int32)
-            found[first + place] = Sample(tokens, len(prompts[place]))
+        for place, prompt, answer in engine.answers(self._asked(first), self._files.eos_token_ids, until):
+            tokens = torch.tensor([*prompt, *answer], dtype=torch.int32)
+            found[first + place] = Sample(tokens, len(prompt))
             num_tokens += len(answer)
             self._shown.answered(first + len(found), len(file.lines), num_tokens)
         for samples, are_held_out in zip(answered, (False, True), strict=True):
@@ -205,34 +195,28 @@ class Run:
             samples += of_samples.without_loop(new, engine.target.embedding.device)
         return max([first - 1, *found]) + 1
 
-    def _asked(self, first: int, prompts: list[list[int]]) -> Iterator[Asked]:
-        """Each prompt with its own seed; those held out, greedily. They are added to `prompts`."""
+    def _asked(self, first: int) -> Iterator[Asked]:
+        """Each prompt with its own seed; those held out, greedily."""
         for number, tokens in enumerate(self._prompts.encoded(self._codec, first), first):
-            prompts.append(tokens)
             held_out = number < self._prompts.num_held_out
             temperature = 0.0 if held_out else TEMPERATURES[number % len(TEMPERATURES)]
             longest, seed = self._order.longest_answer(len(tokens), self._engine.max_len), self._order.seed + number
             yield tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed)
 
-    def _begun_head(self, kept: dict[str, Any] | None) -> Head:
-        """The head to begin with. `kept`: what an earlier run has left; it goes on as that was."""
+    def _begun_head(self, kept: dict[str, Any]) -> Head:
+        """The head to begin with. `kept`: what an earlier run has left, if any; it goes on as that was."""
         order, target, samples = self._order, self._engine.target, self._samples
         longest = max(len(sample.tokens) for sample in (*samples, *self._held_out))
-        frozen = Frozen.of(target, self._llama, self._given, longest + order.block_size + 64)
+        frozen = Frozen(target, *self._numbers, longest + order.block_size + 64)
         begun = (kept or self._begun).get("tensors", order.seed)
-        if order.kind is DraftKind.EAGLE_3:
+        if self._kind is DraftKind.EAGLE_3:
             size = order.draft_vocab_size or max(8192, target.vocab_size // 4)
             always = self._files.eos_token_ids
             own = kept or self._begun or {"ids": of_samples.draft_vocabulary(samples, size, target.vocab_size, always)}
             return Eagle3(frozen, self._aux_layers, own["ids"], begun)
         own = kept or {"mask": of_samples.unused_token(samples, target.vocab_size), "block_size": order.block_size}
-        of_kind = DSpark if order.kind is DraftKind.DSPARK else DFlash
+        of_kind = DSpark if self._kind is DraftKind.DSPARK else DFlash
         return of_kind(frozen, self._aux_layers, own["block_size"], own["mask"], begun)
-
-    def _check_loads(self) -> None:
-        """Load what was written, as the engine does. Raises: CheckpointError."""
-        spec = SpecSettings(self._order.method, str(self._order.output), num_steps=1, topk=1, width=2)
-        method_named(spec.method).load(spec, self._engine.target, lambda done, total: None)
 
     # --- steps, measurements and saves ----------------------------------------------------------------------
 
@@ -247,11 +231,9 @@ class Run:
         batches = map(self._read, of_samples.endless_batches(self._samples, self._engine.ring.num_rows, Random(seed)))
         first, between = report.steps, max(order.time_limit_s / MEASURED, LEAST_BETWEEN_S)
         last = first + (order.max_steps or sys.maxsize)
-        while (now := time.monotonic()) + SPARE * spent < order.deadline or report.steps == first:
-            if report.steps >= last:
-                break
+        while report.steps < last and (report.steps == first or time.monotonic() + SPARE * spent < order.deadline):
+            share = (time.monotonic() - begun) / max(order.deadline - SPARE * spent - begun, 1e-9)
             batch = next(batches)
-            share = (now - begun) / max(order.deadline - SPARE * spent - begun, 1e-9)
             self._look()
             for _ in range(min(self._head.visits, last - report.steps)):
                 self._step(batch, report.steps - first, share)
@@ -278,21 +260,19 @@ class Run:
 
     def _look(self) -> None:
         """At the last step, whose end was waited for since: hidden states were written after it."""
-        if self._loss is None:
-            return
-        loss, self._loss = float(self._loss), None
-        self._num_broken = 0 if math.isfinite(loss) else self._num_broken + 1
-        if self._num_broken == MOST_BROKEN:
-            raise CheckpointError(f"{MOST_BROKEN} training steps in a row had gradients that are not finite")
-        if math.isfinite(loss):
-            self.report.loss = loss
+        if self._loss is not None:
+            loss, self._loss = float(self._loss), None
+            self._num_broken = 0 if math.isfinite(loss) else self._num_broken + 1
+            if self._num_broken == MOST_BROKEN:
+                raise CheckpointError(f"{MOST_BROKEN} training steps in a row had gradients that are not finite")
+            if math.isfinite(loss):
+                self.report.loss = loss
 
     def _read(self, samples: Sequence[Sample]) -> Batch:
         """Let the engine write hidden states, and put a batch together."""
         length = of_samples.padded_length(samples)
         aux, hidden = self._engine.states([sample.tokens.tolist() for sample in samples], length)
-        tokens = pad_sequence([sample.tokens.long() for sample in samples], batch_first=True)
-        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
+        tokens = torch.stack([F.pad(sample.tokens.long(), (0, length - len(sample.tokens))) for sample in samples])
         numbers = [[len(sample.tokens) for sample in samples], [sample.start for sample in samples]]
         return Batch(tokens.to(aux.device), aux, hidden, *torch.tensor(numbers, device=aux.device))
 
@@ -312,11 +292,7 @@ class Run:
         """Write the draft, and what a run that goes on needs. Returns the seconds that it took."""
         begun, output, head, report = time.monotonic(), self._order.output, self._head, self.report
         state.write_draft(output, head.tensors | head.buffers, head.config())
-        kept = {
-            "tensors": {name: tensor.detach().cpu() for name, tensor in head.tensors.items()},
-            "optimiser": self._steps.state(),
-            "steps": report.steps,
-            "untrained": report.untrained,
-        }
-        state.write_training(output, kept | head.kept)
+        tensors = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
+        numbers = {"steps": report.steps, "untrained": report.untrained}
+        state.write_training(output, head.kept | numbers | {"tensors": tensors, "optimiser": self._steps.state()})
         return time.monotonic() - begun

@@ -52,8 +52,9 @@ class PromptFile:
     def encoded(self, codec: Codec, first: int) -> Iterator[list[int]]:
         """Token ids of the prompts from `first` on. Raises: ConfigError naming the line."""
         for number, prompt in self.lines[first:]:
+            chat = ChatPrompt(msgspec.to_builtins(prompt.messages))
             try:
-                yield _encode(prompt, codec)
+                yield codec.encode(codec.render(chat), False) if prompt.messages else codec.encode(prompt.text, True)
             except RequestError as error:
                 raise _bad(self.path, number, str(error)) from None
 
@@ -111,9 +112,3 @@ def _prompt(line: bytes, path: Path, number: int) -> Prompt:
 
 def _bad(path: str, number: int, text: str) -> ConfigError:
     return ConfigError("prompts", f"{path}, line {number}: {text}")
-
-
-def _encode(prompt: Prompt, codec: Codec) -> list[int]:
-    if not prompt.messages:
-        return codec.encode(prompt.text, True)
-    return codec.encode(codec.render(ChatPrompt(msgspec.to_builtins(prompt.messages))), False)

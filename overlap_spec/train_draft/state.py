@@ -16,7 +16,6 @@ there before.
 import io
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,32 +28,30 @@ from torch import Tensor
 from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.drafts.eagle3 import default_aux_layers
+from overlap_spec.models.loading.sources import load_plain
 from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.train_draft.head import Head, Tensors
 from overlap_spec.train_draft.samples import Sample
 
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 COMMON = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "rms_norm_eps", "vocab_size")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-def draft_config(target: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that a draft layer takes from its target's config.json. Multimodal ones keep them one level down."""
+def draft_numbers(target: Mapping[str, Any], origin: str) -> tuple[LlamaConfig, dict[str, Any]]:
+    """The draft layer that goes with a target, and what a draft's config.json has of it, every size spelled out.
+
+    Multimodal targets keep their numbers one level down. Raises: CheckpointError if a target has none of such a layer.
+    """
     text = target.get("text_config") or target
-    taken = {key: text[key] for key in (*SIZES, *COMMON, *ROPE) if text.get(key) is not None}
-    taken.setdefault("rms_norm_eps", 1e-6)
-    return taken | {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
-
-
-def layer_numbers(target: Mapping[str, Any], origin: str) -> LlamaConfig:
-    """The draft layer that goes with a target. Raises: CheckpointError if its config has no such numbers."""
-    if target.get("kv_lora_rank") is not None:
-        raise CheckpointError(
-            f"{origin}: kv_lora_rank: found {target['kv_lora_rank']}, expected attention with keys of its own: no draft"
-            " layer is known here for a target with latent attention"
-        )
-    config = draft_config(target) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-    return LlamaConfig.from_hf(config, origin)
+    if (rank := text.get("kv_lora_rank")) is not None:
+        raise CheckpointError(f"{origin}: kv_lora_rank: found {rank}, expected attention with keys, as drafts have")
+    config = {key: text[key] for key in (*SIZES, *COMMON, *ROPE) if text.get(key) is not None}
+    config.setdefault("rms_norm_eps", 1e-6)
+    config |= {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+    llama = LlamaConfig.from_hf(config | {"num_hidden_layers": 1}, origin)
+    config |= {"num_key_value_heads": llama.num_kv_heads, "head_dim": llama.head_dim, "num_hidden_layers": 1}
+    return llama, config | {"initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 
 
 def aux_layers_of(num_layers: int, kind: DraftKind, num_draft_layers: int = 1) -> tuple[int, ...]:
@@ -119,7 +116,7 @@ def write_answers(output: Path, facts: dict[str, Any], samples: Sequence[Sample]
 def read_answers(output: Path, facts: dict[str, Any]) -> tuple[int, tuple[list[Sample], list[Sample]]]:
     """How many prompts were asked; samples, and those held out.
 
-    Raises: ConfigError naming the file, or which of the facts a run that goes on has changed.
+    Raises: CheckpointError naming the file; ConfigError naming which of the facts a run that goes on has changed.
     """
     state = _unpacked(output / RESUME / ANSWERS)
     for name, value in facts.items():
@@ -128,10 +125,10 @@ def read_answers(output: Path, facts: dict[str, Any]) -> tuple[int, tuple[list[S
     return state["num_asked"], (_samples(state["samples"]), _samples(state["held_out"]))
 
 
-def read_training(output: Path) -> dict[str, Any] | None:
-    """None if no training step was taken. Raises: ConfigError naming the file."""
+def read_training(output: Path) -> dict[str, Any]:
+    """Empty if no training step was taken. Raises: CheckpointError naming the file."""
     path = output / RESUME / TRAINING
-    return _unpacked(path) if path.is_file() else None
+    return _unpacked(path) if path.is_file() else {}
 
 
 def _flat(samples: Sequence[Sample]) -> tuple[Tensor, list[int], list[int]]:
@@ -152,13 +149,9 @@ def _packed(state: dict[str, Any]) -> bytes:
 
 
 def _unpacked(path: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError("resume", f"{path} cannot be read: {first}") from None
+    state = load_plain(path, "tables")
     if not isinstance(state, dict):
-        raise ConfigError("resume", f"{path}: found a {type(state).__name__}, expected a table")
+        raise CheckpointError(f"{path}: expected a table, found {type(state).__name__}")
     return state
 
 

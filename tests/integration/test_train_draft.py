@@ -30,7 +30,7 @@ from overlap_spec.train_draft import answers, state
 from overlap_spec.train_draft.answers import FeatureRing, LocalEngine
 from overlap_spec.train_draft.dflash import DSpark
 from overlap_spec.train_draft.head import Batch, Frozen
-from overlap_spec.train_draft.state import draft_config, layer_numbers
+from overlap_spec.train_draft.state import draft_numbers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.warmup import capture_graphs
@@ -111,7 +111,8 @@ GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, seed=0)
 
 def test_answers_are_plain_decodings(engine: LocalEngine) -> None:
     prompts = [[9, 30, 55], [100], [*range(3, 30)], [64, 65], [120, 4, 5, 6]]
-    found = dict(engine.answers([(prompt, GREEDY) for prompt in [*prompts, [1] * 60]], (2,)))
+    asked = [(prompt, GREEDY) for prompt in [*prompts, [1] * 60]]
+    found = {place: answer for place, _, answer in engine.answers(asked, (2,))}
     assert found.pop(5) == [], "a prompt that is too long has no answer"
     for place, prompt in enumerate(prompts):
         tokens = list(prompt)
@@ -123,8 +124,8 @@ def test_answers_are_plain_decodings(engine: LocalEngine) -> None:
 
 def test_answers_end_when_their_time_does(engine: LocalEngine) -> None:
     long = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
-    found = dict(engine.answers((([7, n], long) for n in range(3, 50)), (), until=0.0))
-    assert found == {}, "none begins"
+    found = list(engine.answers((([7, n], long) for n in range(3, 50)), (), until=0.0))
+    assert found == [], "none begins"
 
 
 def prompts(directory: Path, count: int = 160) -> Path:
@@ -202,7 +203,7 @@ def test_logits_in_training_are_the_drafts_that_serves(
 ) -> None:
     """In float32, every tensor of a DSpark draft random, guesses as the tokens before the next."""
     loaded = load_tiny_target(TARGET, torch.float32)
-    frozen = Frozen.of(loaded, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 64)
+    frozen = Frozen(loaded, *draft_numbers(TARGET.config, "config.json"), 64)
     head, random_ = DSpark(frozen, AUX, 4, 5), torch.Generator().manual_seed(1)
     for tensor in head.tensors.values():
         drawn = torch.randn(tensor.shape, generator=random_)
@@ -286,13 +287,13 @@ def test_a_run_goes_on_where_another_has_ended(
     given = ("--time-limit", "9m", "--learning-rate", "0.01", "--max-new-tokens", "32", "--max-steps", "8")
     assert train(target, tmp_path, *given) == 0
     before = state.read_training(tmp_path / "draft")
-    assert before is not None and before["steps"] == 8
+    assert before["steps"] == 8
     assert train(target, tmp_path, *given) == 2 and "has a draft already; give --resume" in capsys.readouterr().err
     assert train(target, tmp_path, *given, "--resume", method="DFLASH") == 2
     assert "method: found EAGLE3, and now it is DFLASH" in capsys.readouterr().err
     assert train(target, tmp_path, *given, "--resume") == 0
     after = state.read_training(tmp_path / "draft")
-    assert after is not None and after["steps"] == 16 and torch.equal(after["ids"], before["ids"])
+    assert after["steps"] == 16 and torch.equal(after["ids"], before["ids"])
     moments = [kept["optimiser"]["state"][0]["step"] for kept in (before, after)]
     assert [float(step) for step in moments] == [8.0, 16.0]
     _, last, _ = capsys.readouterr().err.splitlines()[-3:]
@@ -302,7 +303,7 @@ def test_a_run_goes_on_where_another_has_ended(
     *_, line, _ = capsys.readouterr().err.splitlines()
     assert lengths(line)[1] == pytest.approx(lengths(last)[0], rel=0.05)
     other = state.read_training(tmp_path / "second" / "draft")
-    assert other is not None and torch.equal(other["ids"], before["ids"])
+    assert torch.equal(other["ids"], before["ids"])
 
 
 @pytest.mark.full
@@ -312,7 +313,6 @@ def test_a_block_draft_goes_on_with_its_own_block_size(target: Path, tmp_path: P
     before = state.read_training(tmp_path / "draft")
     assert train(target, tmp_path, *given, "--resume", method="DSPARK", count=60) == 0
     after = state.read_training(tmp_path / "draft")
-    assert before is not None and after is not None
     assert (before["steps"], after["steps"], after["block_size"], after["mask"]) == (3, 6, 4, before["mask"])
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["block_size"] == 4
     assert float(after["optimiser"]["state"][0]["step"]) == 6.0

@@ -16,7 +16,7 @@ def frozen(device: str) -> Frozen:
     """The target's parts; on a GPU in float32."""
     dtype = torch.float64 if device == "cpu" else torch.float32
     llama = LlamaConfig.from_hf(TARGET.config | {"tie_word_embeddings": False}, "tiny")
-    return Frozen.of(load_tiny_target(TARGET, dtype, torch.device(device)), llama, {}, 64)
+    return Frozen(load_tiny_target(TARGET, dtype, torch.device(device)), llama, {}, 64)
 
 
 def head(device: str = "cpu") -> Eagle3:

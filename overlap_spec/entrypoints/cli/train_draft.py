@@ -124,7 +124,7 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         max_new_tokens=arguments.max_new_tokens,
         draft_vocab_size=arguments.draft_vocab_size or 0,
         block_size=block_size(arguments),
-        begins_with=arguments.begins_with or "",
+        begins_with=arguments.begins_with or None,
         learning_rate=arguments.learning_rate or 0.0,
         seed=settings.scheduler.seed or 0,
     )

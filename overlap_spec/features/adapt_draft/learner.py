@@ -187,7 +187,7 @@ class Learner:
     """Trains the copy, judges it, and swaps weights. `num_guesses`: of a window, at most."""
 
     def __init__(self, weights: Eagle3Weights, target: LoadedTarget, num_positions: int, num_guesses: int) -> None:
-        frozen = Frozen.of(target, weights.config.llama, {}, num_positions)
+        frozen = Frozen(target, weights.config.llama, {}, num_positions)
         self.live, self.reader = LiveHead(weights), HeadReader(weights, target)
         begun = {name: tensor.clone() for name, tensor in self.live.tensors().items()}
         self.copy = Eagle3(frozen, weights.config.aux_layers, weights.target_ids, begun=begun)

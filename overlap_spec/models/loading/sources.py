@@ -129,14 +129,22 @@ class BinSource:
         return self._tensors[name]
 
 
-def _load_bin(file: Path) -> dict[str, Tensor]:
+def load_plain(path: str | Path, what: str, maps: bool = False) -> object:
+    """What torch has saved, without running code from it. Raises: CheckpointError naming the file, which has no `what`.
+
+    `maps`: it is mapped, not read, if it has the format of torch 1.6 or later.
+    """
     try:
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # the format before torch 1.6 cannot be mapped
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise CheckpointError(f"{file}: not a torch file of plain tensors: {str(error).splitlines()[0]}") from None
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+        if maps:
+            return load_plain(path, what)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: not a torch file of plain {what}: {first}") from None
+
+
+def _load_bin(file: Path) -> dict[str, Tensor]:
+    loaded = load_plain(file, "tensors", maps=True)
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise CheckpointError(f"{file}: expected a dict of tensors by name, found {type(loaded).__name__}")
     return loaded
@@ -147,7 +155,9 @@ def read_token_map(path: str, vocab_size: int) -> Tensor:
 
     Raises: CheckpointError naming the file, found and expected.
     """
-    ids = _as_tensor(_load(path), path)
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path}: the token map is missing")
+    ids = _as_tensor(load_plain(path, "token ids"), path)
     if ids.numel() == 0:
         raise CheckpointError(f"{path}: the token map is empty")
     if (low := int(ids.min())) < 0 or (high := int(ids.max())) >= vocab_size:
@@ -161,17 +171,6 @@ def read_token_map(path: str, vocab_size: int) -> Tensor:
         twice = int(distinct[counts > 1][0])
         raise CheckpointError(f"{path}: found token id {twice} more than once, expected distinct ids")
     return ids
-
-
-def _load(path: str) -> object:
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path}: the token map is missing")
-    try:
-        content: object = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: not a torch file of plain token ids ({first})") from None
-    return content
 
 
 def _as_tensor(content: object, path: str) -> Tensor:

@@ -25,7 +25,7 @@ from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import Eagle3, read_head
 from overlap_spec.train_draft.head import Frozen, Head
 from overlap_spec.train_draft.samples import Sample
-from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
+from overlap_spec.train_draft.state import aux_layers_of, draft_numbers
 
 SHIPPED = Path(overlap_spec.__file__).parent / "data" / "smollm2" / "eagle3"
 LAYOUTS = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())
@@ -35,7 +35,7 @@ IDS = torch.tensor([1, 2, 5, *range(40, 120)])
 
 
 def frozen_of(target: TinyCheckpoint = TARGET) -> Frozen:
-    return Frozen.of(LOADED, layer_numbers(target.config, "config.json"), draft_config(target.config), 32)
+    return Frozen(LOADED, *draft_numbers(target.config, "config.json"), 32)
 
 
 def eagle3() -> Eagle3:
@@ -173,7 +173,7 @@ def test_a_head_begins_with_the_targets_last_layer() -> None:
 def test_a_head_has_no_memory_of_its_target() -> None:
     """In float32, in which it is trained, its parameters would be the target's where they begin as they are."""
     target = load_tiny_target(TARGET, torch.float32)
-    frozen = Frozen.of(target, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 32)
+    frozen = Frozen(target, *draft_numbers(TARGET.config, "config.json"), 32)
     for head in (Eagle3(frozen, (1, 3, 4), IDS), DFlash(frozen, (1, 3, 5), 8, 5)):
         for tensor in head.tensors.values():
             tensor.data.fill_(3.0)
@@ -193,7 +193,7 @@ def test_a_block_begins_with_context_as_the_targets_layers_read_it() -> None:
         torch.testing.assert_close(size.double(), made.square().mean().sqrt().expand(len(size)), rtol=0.02, atol=0)
     with_norms = tiny_target(7, layers=3, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     loaded = load_tiny_target(with_norms)
-    frozen = Frozen.of(loaded, layer_numbers(with_norms.config, ""), draft_config(with_norms.config), 32)
+    frozen = Frozen(loaded, *draft_numbers(with_norms.config, ""), 32)
     of_heads = DFlash(frozen, aux_layers_of(3, DraftKind.DFLASH, 2), 8, 5).tensors
     name = "self_attn.k_norm.weight"
     torch.testing.assert_close(of_heads[f"layers.1.{name}"].double(), with_norms.tensors[f"model.layers.2.{name}"])
@@ -212,9 +212,11 @@ def test_dflash_reads_layers_that_are_spread(layers: int, expected: tuple[int, .
     assert aux_layers_of(layers, DraftKind.DFLASH, 5) == expected
 
 
-def test_a_target_without_a_layer_like_a_drafts_is_named() -> None:
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_a_target_without_a_layer_like_a_drafts_is_named(multimodal: bool) -> None:
+    text = TARGET.config | {"kv_lora_rank": 512}
     with pytest.raises(CheckpointError, match=r"config.json: kv_lora_rank: found 512, expected attention with keys"):
-        layer_numbers(TARGET.config | {"kv_lora_rank": 512}, "config.json")
+        draft_numbers({"text_config": text} if multimodal else text, "config.json")
 
 
 def samples(count: int) -> list[Sample]:
@@ -227,7 +229,7 @@ def test_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
     num_asked, (found, held_out) = state.read_answers(tmp_path, {"method": "EAGLE3"})
     assert num_asked == 5 and len(held_out) == 1
     assert [(each.tokens.tolist(), each.start) for each in found] == [([*range(10 + n)], 3 + n) for n in range(4)]
-    assert state.read_training(tmp_path) is None
+    assert state.read_training(tmp_path) == {}
     with pytest.raises(ConfigError, match="--resume: .*method: found EAGLE3, and now it is DFLASH"):
         state.read_answers(tmp_path, {"method": "DFLASH"})
 
@@ -242,7 +244,7 @@ def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--output: .*is a file"):
         state.check_output(tmp_path / "config.json", resume=False)
     (tmp_path / "resume" / "answers.pt").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"--resume: .*answers\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"resume/answers\.pt: not a torch file of plain tables"):
         state.read_answers(tmp_path, {})
 
 

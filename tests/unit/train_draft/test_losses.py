@@ -16,13 +16,13 @@ from torch import Tensor
 from overlap_spec.train_draft.dflash import DFlash, DSpark
 from overlap_spec.train_draft.eagle3 import DECAY, STEPS, Eagle3
 from overlap_spec.train_draft.head import Batch, Frozen, accept_length
-from overlap_spec.train_draft.state import draft_config, layer_numbers
+from overlap_spec.train_draft.state import draft_numbers
 from overlap_spec.train_draft.steps import Steps
 
 TARGET = tiny_target(7, layers=4)
 LOADED = load_tiny_target(TARGET)
 EMBED, HEAD = (TARGET.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
-FROZEN = Frozen.of(LOADED, layer_numbers(TARGET.config, "config.json"), draft_config(TARGET.config), 64)
+FROZEN = Frozen(LOADED, *draft_numbers(TARGET.config, "config.json"), 64)
 HIDDEN = LOADED.hidden_size
 LENGTHS, STARTS = (14, 9), (4, 1)
 AUX = (0, 2, 3)
