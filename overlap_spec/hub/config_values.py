@@ -186,7 +186,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError naming the file.
     """
-    config, beside = of_text(read_json(path)), path.parent / QUANTIZATION
+    config, beside = of_head(of_text(read_json(path)), str(path)), path.parent / QUANTIZATION
     if config.get("quantization_config") or not beside.is_file():
         return config
     found = read_json(beside).get("quantization")
@@ -215,6 +215,33 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
     return {**whole, **kept, **{key: whole[key] for key in OF_WHOLE if whole.get(key) is not None}}
 
 
+def of_head(config: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Of an EAGLE-3 or P-EAGLE head in the layout of speculators, what SpecForge's is; any other config as it is.
+
+    Its layers' numbers are one level down. A layer of the target is named there by what goes into it: 2 is the residual
+    after the second one. Raises: CheckpointError naming what such a head has that is not computed here.
+    """
+    kind, layers = config.get(SPECULATORS), config.get("transformer_layer_config")
+    if kind not in ("eagle3", "peagle") or not isinstance(layers, Mapping):
+        return config
+    for key, expected in {"norm_before_fc": (False,), "embed_requires_grad": (False, kind == "peagle")}.items():
+        if (found := config.get(key, False)) not in expected:
+            raise CheckpointError(f"{origin}: {key}: found {_shown(found)}, which is not supported")
+    family = SPECULATED.get(name := layers.get("model_type", "llama"))
+    if family is None:
+        raise CheckpointError(f"{origin}: model_type: found {_shown(name)}, expected {' or '.join(SPECULATED)}")
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(ids, list) or not all(map(_is_int, ids)):
+        raise CheckpointError(f"{origin}: eagle_aux_hidden_state_layer_ids: found {_shown(ids)}, expected layers")
+    kept = {key: config[key] for key in (*OF_HEAD, FORMAT) if config.get(key) is not None}
+    eagle = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in ids]}} if ids else {}
+    names = [f"{family}Eagle3"] if kind == "eagle3" else ["PEagleDraftModel", family]
+    return {**layers, **kept, **eagle, "architectures": names, "tie_word_embeddings": False}
+
+
+SPECULATORS = "speculators_model_type"
+SPECULATED = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # whose layers its heads have
+OF_HEAD = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "mask_token_id")
 FORMAT = "quantization_config"
 # As transformers names them, whose tensors are those of the whole model without the others.
 TEXT_ALONE = {f"Qwen3_5{kind}ForCausalLM": f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe")}

@@ -138,7 +138,7 @@ HEAD_ERRORS: dict[str, tuple[Spoil, str]] = {
         configured(draft_vocab_size="all"),
         "draft_vocab_size must be an integer from 1 to 16777216, found 'all'",
     ),
-    "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
+    "speculators": (configured(transformer_layer_config={}), "speculators_model_type: found None, expected 'eagle3'"),
     "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),
     "16 bits where 8 are named": (
         configured(quantization_config=FP8),

@@ -69,10 +69,10 @@ class Eagle3Config:
 
         Raises: CheckpointError naming `origin` and the key.
         """
-        if "transformer_layer_config" in config or "speculators_model_type" in config:
+        if "transformer_layer_config" in config:
             raise CheckpointError(
-                f"{origin}: this is the 'speculators' layout (nested transformer_layer_config), which is not supported;"
-                " convert it to the plain EAGLE-3 layout"
+                f"{origin}: speculators_model_type: found {config.get('speculators_model_type')!r},"
+                " expected 'eagle3' or 'peagle': no other head in the layout of speculators is read"
             )
         llama = LlamaConfig.from_hf(config, origin)
         return cls(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
+from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.peagle import MASK, load_tiny_peagle, tiny_peagle
 
 from overlap_spec.config import AcceptSettings, EngineConfig, Machine, SpecSettings
@@ -17,15 +17,17 @@ from overlap_spec.config.resolve.numbers import GIVEN
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_drafting, resolve_model
-from overlap_spec.models.drafts.eagle3 import MASK_KEYS
+from overlap_spec.models.drafts.eagle3 import MASK_KEYS, tensor_places
 from overlap_spec.models.interfaces import TreeShape
+from overlap_spec.models.layers.linear import rows_of
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.speculative.drafts import ChainDraft
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.speculative.proposers.parallel import ParallelDraft
 
-LAYOUT = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())["P-EAGLE"]
+LAYOUTS = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())
+LAYOUT = LAYOUTS["P-EAGLE"]
 TARGET = tiny_target(7, layers=8)
 LOADED = load_tiny_target(TARGET)
 HEAD = tiny_peagle(8, TARGET, agree=False)
@@ -66,6 +68,62 @@ def test_the_published_layout_loads(key: str, tmp_path: Path) -> None:
     unread = ("mask_hidden", "d2t", "t2d")
     numbers = sum(tensor.numel() for name, tensor in checkpoint.tensors.items() if name not in unread)
     assert head.num_bytes == 8 * (numbers + checkpoint.config["draft_vocab_size"] + checkpoint.config["hidden_size"])
+
+
+def of_specforge(kind: str) -> TinyCheckpoint:
+    """A head with what that of speculators has, too; its EAGLE-3 layer is called another name."""
+    if kind == "P-EAGLE":
+        return published("mask_token_id")
+    return tiny_eagle3(8, TARGET, agree=False, aux_layers=(1, 3, 4), norm_before_residual=True)
+
+
+def in_speculators(kind: str, head: TinyCheckpoint, **changes: Any) -> TinyCheckpoint:
+    """The same as the table has it: the layers' numbers are one level down, and other numbers name the target's."""
+    layout = LAYOUTS[kind]["in_speculators"]
+    own = {name: head.config.get(name) for name in ("draft_vocab_size", "mask_token_id")}
+    leave_out = ("architectures", "eagle_config", "norm_before_residual", *own)
+    layers = {name: value for name, value in head.config.items() if name not in leave_out}
+    own |= {"transformer_layer_config": layers | {"tie_word_embeddings": True}, "speculators_config": {"verifier": {}}}
+    own["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
+    config = layout["config"] | {name: own[name] for name in layout["config_of_a_model"]} | changes
+    tensors = {name.replace("midlayer", layout.get("layer", "")): each for name, each in head.tensors.items()}
+    if "more_tensors" in layout:
+        tensors["embed_tokens.weight"] = TARGET.tensors["model.embed_tokens.weight"].clone()
+    return TinyCheckpoint(config, tensors)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("kind", ["EAGLE3", "P-EAGLE"])
+def test_a_head_of_speculators_is_that_of_specforge(kind: str, given: bool, tmp_path: Path) -> None:
+    """Its layers of the target, which are the default ones, may be given or not."""
+    head = of_specforge(kind)
+    one = loaded_from(tmp_path / "one", head)
+    changes = {} if given else {"eagle_aux_hidden_state_layer_ids": None}
+    other = loaded_from(tmp_path / "other", in_speculators(kind, head, **changes))
+    assert one.config.aux_layers == other.config.aux_layers == (1, 3, 4)
+    origin = one.config.llama.origin
+    assert one.config == replace(other.config, llama=replace(other.config.llama, origin=origin))
+    assert torch.equal(one.target_ids, other.target_ids) and (one.mask is None) == (other.mask is None)
+    assert (other.embedding is LOADED.embedding) == (kind == "EAGLE3")
+    places = tensor_places(other)
+    assert all(torch.equal(rows_of(*place), rows_of(*places[name])) for name, place in tensor_places(one).items())
+
+
+NOT_COMPUTED: dict[str, dict[str, Any]] = {
+    "norm_before_fc: found True, which is not supported": {"norm_before_fc": True},
+    "embed_requires_grad: found True, which is not supported": {"embed_requires_grad": True},
+    "model_type: found 'mistral', expected llama or qwen3": {"transformer_layer_config": {"model_type": "mistral"}},
+    "eagle_aux_hidden_state_layer_ids: found ['2'], expected layers": {"eagle_aux_hidden_state_layer_ids": ["2"]},
+    "layers of the target, 0 to 7, found [-1, 3, 4]": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]},
+    "speculators_model_type: found 'eagle', expected 'eagle3' or 'peagle'": {"speculators_model_type": "eagle"},
+}
+
+
+@pytest.mark.parametrize("message", NOT_COMPUTED)
+def test_what_a_head_of_speculators_has_beside_is_named(message: str, tmp_path: Path) -> None:
+    head = in_speculators("EAGLE3", of_specforge("EAGLE3"), **NOT_COMPUTED[message])
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        loaded_from(tmp_path, head)
 
 
 def test_an_eagle3_head_has_no_mask_and_the_targets_embedding() -> None:
