@@ -216,30 +216,52 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_head(config: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Of an EAGLE-3 or P-EAGLE head in the layout of speculators, what SpecForge's is; any other config as it is.
+    """Of a head in the layout of speculators, what SpecForge's is; any other config as it is.
 
     Its layers' numbers are one level down. A layer of the target is named there by what goes into it: 2 is the residual
     after the second one. Raises: CheckpointError naming what such a head has that is not computed here.
     """
-    kind, layers = config.get(SPECULATORS), config.get("transformer_layer_config")
-    if kind not in ("eagle3", "peagle") or not isinstance(layers, Mapping):
+    kind, layers = str(config.get(SPECULATORS)), config.get("transformer_layer_config")
+    if kind not in READ or not isinstance(layers, Mapping):
         return config
-    for key, expected in {"norm_before_fc": (False,), "embed_requires_grad": (False, kind == "peagle")}.items():
-        if (found := config.get(key, False)) not in expected:
-            raise CheckpointError(f"{origin}: {key}: found {_shown(found)}, which is not supported")
-    family = SPECULATED.get(name := layers.get("model_type", "llama"))
+    for key, expected in READ[kind].items():
+        if (found := config.get(key, expected)) != expected:
+            raise CheckpointError(f"{origin}: {key}: found {_shown(found)}, expected {_shown(expected)}")
+    family = SPECULATED.get(name := str(layers.get("model_type", "llama")))
     if family is None:
         raise CheckpointError(f"{origin}: model_type: found {_shown(name)}, expected {' or '.join(SPECULATED)}")
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or []
-    if not isinstance(ids, list) or not all(map(_is_int, ids)):
-        raise CheckpointError(f"{origin}: eagle_aux_hidden_state_layer_ids: found {_shown(ids)}, expected layers")
     kept = {key: config[key] for key in (*OF_HEAD, FORMAT) if config.get(key) is not None}
-    eagle = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in ids]}} if ids else {}
-    names = [f"{family}Eagle3"] if kind == "eagle3" else ["PEagleDraftModel", family]
-    return {**layers, **kept, **eagle, "architectures": names, "tie_word_embeddings": False}
+    plain = {**layers, **kept, "tie_word_embeddings": False}
+    if kind == "dflash":
+        return plain | _of_block(config, layers, origin)
+    ids = _read_layers(config, EAGLE_LAYERS, origin)
+    eagle = {"eagle_config": {EAGLE_LAYERS: ids}} if ids else {}
+    return plain | eagle | {"architectures": [f"{family}Eagle3"] if kind == "eagle3" else ["PEagleDraftModel", family]}
 
 
-SPECULATORS = "speculators_model_type"
+def _of_block(config: Mapping[str, Any], layers: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Of a DFlash draft, what its own keys become. A vocabulary of its own is refused."""
+    if (size := config.get("draft_vocab_size")) not in (None, whole := layers.get("vocab_size")):
+        raise CheckpointError(f"{origin}: draft_vocab_size: found {_shown(size)}, expected {_shown(whole)}, all tokens")
+    own = {"target_layer_ids": _read_layers(config, "aux_hidden_state_layer_ids", origin)}
+    own |= {key: config[key] for key in ("mask_token_id", "block_size") if key in config}
+    return {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+
+
+def _read_layers(config: Mapping[str, Any], key: str, origin: str) -> list[int]:
+    """The target's layers whose outputs are read."""
+    ids = config.get(key) or []
+    if not isinstance(ids, list) or not all(map(_is_int, ids)):
+        raise CheckpointError(f"{origin}: {key}: found {_shown(ids)}, expected layers")
+    return [each - 1 for each in ids]
+
+
+SPECULATORS, EAGLE_LAYERS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
+READ: dict[str, dict[str, Any]] = {  # the kinds of its heads that are read, and what of them is computed here
+    "eagle3": {"norm_before_fc": False, "embed_requires_grad": False},
+    "peagle": {"norm_before_fc": False},
+    "dflash": {"sample_from_anchor": False, "projector_type": "dflash"},
+}
 SPECULATED = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # whose layers its heads have
 OF_HEAD = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "mask_token_id")
 FORMAT = "quantization_config"

@@ -17,7 +17,9 @@ from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.drafts.dflash import load_dflash
 from overlap_spec.models.interfaces import TreeShape
+from overlap_spec.models.layers.linear import rows_of
 from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.models.targets.llama import layer_parts
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.worker.startup.memory_budget import Demand, savings
 
@@ -64,6 +66,46 @@ def test_the_published_layout_loads(tmp_path: Path) -> None:
     assert draft.num_bytes == sum(8 * tensor.numel() for tensor in checkpoint.tensors.values()) + 8 * LOADED.vocab_size
     assert draft.profile.scratch_rows == draft.profile.step_rows == 16
     assert set(checkpoint.tensors) == set(DRAFT.tensors), "the tiny drafts of other tests have it too"
+
+
+def in_speculators(checkpoint: TinyCheckpoint, **changes: Any) -> TinyCheckpoint:
+    """The same as the table has it: the layers' numbers are one level down, and other numbers name the target's."""
+    layout, own = LAYOUT["in_speculators"], checkpoint.config["dflash_config"]
+    layers = {name: checkpoint.config[name] for name in checkpoint.config if name not in layout["leave_out"]}
+    config = layout["config"] | {
+        "transformer_layer_config": layers,
+        "draft_vocab_size": layers["vocab_size"],
+        "block_size": checkpoint.config["block_size"],
+        "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
+    }
+    assert set(config) == {*layout["config"], *layout["config_of_a_model"]}
+    return TinyCheckpoint(config | changes, checkpoint.tensors)
+
+
+def test_a_draft_of_speculators_is_that_of_z_lab(tmp_path: Path) -> None:
+    """Its tensors have the same names."""
+    one = loaded_from(tmp_path / "one", published(), 16)
+    other = loaded_from(tmp_path / "other", in_speculators(published()), 16)
+    assert (one.aux_layers, one.mask_token) == (other.aux_layers, other.mask_token) == ((0, 1), MASK)
+    for layers in zip(one.layers, other.layers, strict=True):
+        first, second = map(layer_parts, layers)
+        assert all(torch.equal(rows_of(*place), rows_of(*second[name])) for name, place in first.items())
+        assert len(first) == 11 and layers[0].attention.shape == layers[1].attention.shape
+
+
+NOT_COMPUTED: dict[str, dict[str, Any]] = {
+    "sample_from_anchor: found True, expected False": {"sample_from_anchor": True},
+    "projector_type: found 'domino', expected 'dflash'": {"projector_type": "domino"},
+    "draft_vocab_size: found 64, expected 128, all tokens": {"draft_vocab_size": 64},
+    "target_layer_ids: found [], expected ascending layers of the target": {"aux_hidden_state_layer_ids": None},
+}
+
+
+@pytest.mark.parametrize("message", NOT_COMPUTED)
+def test_what_a_draft_of_speculators_has_beside_is_named(message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        loaded_from(tmp_path, in_speculators(published(), **NOT_COMPUTED[message]))
 
 
 OWN = DRAFT.config["dflash_config"]

@@ -110,8 +110,8 @@ def test_a_head_of_speculators_is_that_of_specforge(kind: str, given: bool, tmp_
 
 
 NOT_COMPUTED: dict[str, dict[str, Any]] = {
-    "norm_before_fc: found True, which is not supported": {"norm_before_fc": True},
-    "embed_requires_grad: found True, which is not supported": {"embed_requires_grad": True},
+    "norm_before_fc: found True, expected False": {"norm_before_fc": True},
+    "embed_requires_grad: found True, expected False": {"embed_requires_grad": True},
     "model_type: found 'mistral', expected llama or qwen3": {"transformer_layer_config": {"model_type": "mistral"}},
     "eagle_aux_hidden_state_layer_ids: found ['2'], expected layers": {"eagle_aux_hidden_state_layer_ids": ["2"]},
     "layers of the target, 0 to 7, found [-1, 3, 4]": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]},
