@@ -101,6 +101,7 @@ def test_traffic_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
     )
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_synthetic_acceptance_is_for_benchmarks_only(tmp_path: Path, shapes: Path, command: str) -> None:
     done = run_command(tmp_path, command, *flags(shapes), "--speculative-simulate-acc-len", "2.5")

@@ -45,6 +45,7 @@ def test_a_client_over_zeromq(service: Service, tmp_path: Path) -> None:
     assert f", {before + 1} aborted, " in output
 
 
+@pytest.mark.slow
 def test_the_openai_client(service: Service, tmp_path: Path) -> None:
     assert "[tiny: " in run_example("03_openai_stream.py", tmp_path, service.url)
 

@@ -89,20 +89,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), tiny_target(6))
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_bad_target(case: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, TARGETS[case][0](tiny_target(6)))
     assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("case", HEAD_ERRORS)
 def test_a_bad_head(case: str, target: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, HEAD_ERRORS[case][0](tiny_eagle3(7, tiny_target(6))))
     assert_refused_alike(config_of(target, tmp_path), in_values=case in IN_VALUES)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("case", FORMAT_ERRORS)
 def test_a_bad_format(case: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, badly_quantised(case))

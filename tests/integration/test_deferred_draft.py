@@ -119,6 +119,7 @@ def assert_complete(bench: Bench) -> None:
         fresh.executor.close()
 
 
+@pytest.mark.slow_but_every(3)
 def test_narrow_steps_leave_no_guesses_behind(bench: Bench) -> None:
     assert all(token >= 0 for token in bench.window(0))
     bench.decode(3)
@@ -198,6 +199,7 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
     assert attended[-1:] == ([len(PROMPTS)] if bench.method.startswith("STANDALONE") else [])
 
 
+@pytest.mark.slow_but_every(3)
 def test_a_missing_row_would_be_noticed(bench: Bench) -> None:
     for _ in range(8):  # some methods' next draft makes up for the newest of them
         bench.decode(1)

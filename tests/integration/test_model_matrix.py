@@ -51,6 +51,7 @@ def test_every_architecture_has_rows() -> None:
     assert TINY_ARCHITECTURES.keys() == ARCHITECTURES.keys(), "add a tiny one to tests/support/tiny/formats.py"
 
 
+@pytest.mark.slow
 def test_the_matrix_has_every_cell() -> None:
     """The one that documents show, unless it is older than the code."""
     matrix = json.loads((RESULTS / MATRIX).read_text())

@@ -92,6 +92,7 @@ def test_layers_draft_as_the_written_out_loop(layout: str, family: str, num_step
     assert len(set(lengths)) > (2 if num_steps > 1 else 1), "guesses stand, and fall"
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sampled_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     files = files_of(tmp_path, checkpoint_of(layout))
@@ -103,6 +104,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path)
     assert drafted.tokens == plain.tokens and len(drafted.runs) < len(plain.runs)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_guesses_of_layers_are_judged_by_rejection(layout: str, tmp_path: Path) -> None:
     """Greedy requests get plain decoding's tokens; sampled ones some, of which guesses stand."""

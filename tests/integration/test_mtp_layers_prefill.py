@@ -59,7 +59,7 @@ def chunks(request: pytest.FixtureRequest) -> Chunks:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("sizes", [(22, 1), (1, 22), (1,) * 23, (4, 2, 1, 1, 8, 7), (2, 1, 20), (21, 2), (8, 8, 7)])
 def test_chunks_leave_what_a_whole_prompt_does(chunks: Chunks, sizes: tuple[int, ...]) -> None:
     chunks.run(0, PROMPT, (len(PROMPT),))
@@ -68,6 +68,7 @@ def test_chunks_leave_what_a_whole_prompt_does(chunks: Chunks, sizes: tuple[int,
     assert_same(chunks.left(1), chunks.left(0))
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("sizes", [(7,), (1, 6), (2, 5), (3, 3, 1)])
 def test_a_cached_prefix_stays_as_it_is(chunks: Chunks, sizes: tuple[int, ...]) -> None:
     """The slot's ring ends where the prefix does, but it is of another request: its rows must not be written."""

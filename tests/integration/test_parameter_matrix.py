@@ -184,6 +184,7 @@ def test_every_case_has_an_effect(codec: TextCodec, plain: Replies) -> None:
     assert not idle, "they change nothing"
 
 
+@pytest.mark.slow
 def test_what_is_said_of_speculation_has_an_effect(codec: TextCodec) -> None:
     """It is in what replies report of their steps. The tokens are compared in every column."""
     cases = {name: part for name, of in CASES.items() if (part := tuple(case for case in of if case.is_reported))}

@@ -22,7 +22,7 @@ def with_ring(codec: TextCodec, config: RingConfig, use: Callable[[Ring], Awaita
     return asyncio.run(main())
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_repeated_prompt_comes_from_the_cache(codec: TextCodec, num_steps: int, page_size: int) -> None:
@@ -57,6 +57,7 @@ def test_a_request_gives_the_same_tokens_in_any_company(codec: TextCodec, sampli
             assert with_ring(codec, config, use).token_ids == expected, config
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("depth", "ahead"), [(1, 0), (2, 1)])
 def test_the_next_plan_leaves_before_the_last_result_is_dispatched(codec: TextCodec, depth: int, ahead: int) -> None:
     sent_at_dispatch: list[tuple[int, int]] = []

@@ -28,6 +28,7 @@ class Recording:
         self.accepted.append((prompt, sampling, answer))
 
 
+@pytest.mark.slow
 def test_answers_are_the_best_up_to_rounding(codec: TextCodec) -> None:
     oracle = NearOracle(rounded_target(0, torch.bfloat16), codec, MOST)
     recording = Recording(oracle)

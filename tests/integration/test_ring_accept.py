@@ -49,7 +49,7 @@ def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]
     return asyncio.run(ask_all())
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("accept", "topk"), [(REJECTION, 1), (THRESHOLDS, 1), (THRESHOLDS, 3)], ids=str)
 def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, topk: int, depth: int, codec: TextCodec) -> None:

@@ -48,6 +48,7 @@ def test_nor_does_one_that_draws_trees(codec: TextCodec) -> None:
     assert narrow == tokens
 
 
+@pytest.mark.slow
 def test_it_does_change_what_is_guessed(codec: TextCodec) -> None:
     config = RingConfig(method="STANDALONE")
     _, steps = answer(config, codec, 0.0)

@@ -62,7 +62,7 @@ def expected(codec: TextCodec) -> list[Answer]:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_request_has_its_bits_in_any_company(codec: TextCodec, expected: list[Answer], way: str) -> None:
     found = answers_of(REQUESTS, WAYS[way], codec, load)

@@ -178,6 +178,7 @@ def test_a_grammar_that_is_too_large_goes_on_until_its_request_ends_where_other_
     assert [asyncio.run(serve(ranks))[0] for ranks in (1, 2)] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_slow_grammar_is_followed_in_the_loop_again(codec: TextCodec) -> None:
     """As soon as one of its windows is quick."""
 

@@ -152,6 +152,7 @@ def test_owners_that_run_together_say_what_plain_decoding_does(depth: int) -> No
     with_ring(replace(BASE, depth=depth, num_slots=3), use)
 
 
+@pytest.mark.slow
 def test_a_flush_forgets_all_owners() -> None:
     prompt = prompt_of(1, 30)
 

@@ -70,6 +70,7 @@ def test_limits_hold_and_change_no_token(
     assert deepest[2:4] == [0, 0] and max(deepest[4:6]) == 1 and max(deepest[:2] + deepest[6:]) > 1
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("method", ["EAGLE3", "NGRAM"])
 def test_a_batch_that_wants_no_guesses_takes_steps_of_width_1(
     method: str, plain: list[list[int]], codec: TextCodec

@@ -41,6 +41,7 @@ def by_definition(
     return out.flatten(1)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("heads", [HeadShape(2, 2, 8), HeadShape(6, 2, 16)])
 @pytest.mark.parametrize("width", [1, 3])

@@ -236,6 +236,7 @@ def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("bits", [16, 4])
 def test_one_row_compiles(bits: int) -> None:
@@ -266,7 +267,6 @@ def test_tiles_of_listed_places(emulator: CudaEmulator, monkeypatch: pytest.Monk
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
     assert products.streams_listed(x, weight, places, gated)
-    for seed in range(2):
-        emulator.seed, emulator.written_before = seed, [x, places.counts]
-        actual = quantized_products.multiply_quantized(x, weight, None, places, True, gated, None)
-        torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+    emulator.seed, emulator.written_before = int(gated), [x, places.counts]
+    actual = quantized_products.multiply_quantized(x, weight, None, places, True, gated, None)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))

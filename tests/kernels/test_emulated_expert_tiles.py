@@ -116,7 +116,7 @@ def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
     assert not any(products.takes_tiles(*other) for other in others)
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.usefixtures("nvrtc")
 def test_it_compiles(gated: bool) -> None:

@@ -137,6 +137,7 @@ def test_paged_attention(requests: list[tuple[int, int]], heads: HeadShape, page
     torch.testing.assert_close(paged_attention(*inputs), dense_attention(inputs), **CLOSE)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("requests", [[(0, 1)], [(37, 4), (0, 4), (14, 4)], [(5, 7), (0, 33), (19, 1)]])
 @pytest.mark.parametrize("window", [1, 3, 8, 30])

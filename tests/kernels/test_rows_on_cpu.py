@@ -48,6 +48,7 @@ class Case:
     written: tuple[Tensor, ...] = ()
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @pytest.mark.parametrize(("rows", "before"), [((1,), (0,)), ((4, 1, 7), (21, 9, 0)), ((33,), (3,)), ((2, 5), (0, 30))])

@@ -44,6 +44,7 @@ def test_gather_window(num_rows: int, width: int, columns: int) -> None:
         assert torch.equal(gathered.page_table[row], state.page_table[slot])
 
 
+@pytest.mark.slow_but_every(4)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])

@@ -74,6 +74,7 @@ def dense_attention(inputs: TreeInputs, window: int | None, sinks: Tensor | None
     return out
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("window", [None, 1, 9, 30])
 @pytest.mark.parametrize(("width", "num_extra"), [(1, 1), (5, 9), (16, 16), (3, 130)])
@@ -116,6 +117,7 @@ def test_gather_tree(num_rows: int, width: int, columns: int, depth: int) -> Non
         assert gathered.page_table[row].tolist() == pages
 
 
+@pytest.mark.slow_but_every(3)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])

@@ -98,6 +98,7 @@ def test_every_import_is_declared(imports: list[Import]) -> None:
     assert not [found for found in imports if found.distribution not in REQUIRED | OPTIONAL]
 
 
+@pytest.mark.slow
 def test_what_is_optional_is_imported_where_it_is_used(imports: list[Import]) -> None:
     at_once = [found for found in imports if not found.lazy and found.distribution not in REQUIRED]
     assert not [found for found in at_once if found.distribution not in extras_of_room(found.where)]
@@ -107,6 +108,7 @@ def extras_of_room(where: str) -> set[str]:
     return set().union(*(EXTRAS[extra] for folder, extra in ROOMS.items() if where.startswith(folder)))
 
 
+@pytest.mark.slow
 def test_what_is_declared_is_imported(imports: list[Import]) -> None:
     assert {found.distribution for found in imports} == REQUIRED | OPTIONAL
     assert "transformers" in GROUPS["bench"] and not REQUIRED & OPTIONAL

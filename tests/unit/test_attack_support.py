@@ -145,6 +145,7 @@ def test_a_campaign_notes_failures_and_goes_on() -> None:
     assert min(each.seed for each in found.values()) == 3 and max(each.seen for each in found.values()) > 1
 
 
+@pytest.mark.slow
 def test_what_is_wrong_after_a_round_is_noted() -> None:
     assert [each.error for each in run(Campaign(0.01, 0), lambda case: None, "a traceback").failures.values()] == [
         "a traceback"

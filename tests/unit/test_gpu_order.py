@@ -30,6 +30,7 @@ def test_workers_take_turns_at_the_gpus() -> None:
     assert visible_to("gw5", 1, "2") == "2" and visible_to("gw5", 0, None) is None
 
 
+@pytest.mark.slow
 def test_what_a_run_took_is_known_in_the_next(tmp_path: Path) -> None:
     results = FileResults(tmp_path / "run.json", "GPU", 1)
     for nodeid, duration in (("a.py::test_x[p@q]@an engine", 60.0), ("a.py::test_x[r]", 20.0), ("a.py::test_y", 1.0)):

@@ -2,13 +2,15 @@
 
 import ast
 import functools
+import re
 from collections import Counter
 
 import pytest
 from faults import draw
 from faults.run import HERE, ROOT, Fault, main, planted, with_fault
 
-FAULTS = planted()
+faults = functools.cache(planted)  # each process of a run collects this file, one needs them
+BETWEEN = "\n\n\n"  # the parts of a formatted file, of which each can be read by itself
 MOST_CHANGED = 3  # lines: a fault is one decision
 FEWEST, FEWEST_IN_ROOM, FEWEST_DRAWN = 80, 4, 20
 WITHOUT = {  # rooms that need no planted faults
@@ -23,30 +25,34 @@ WITHOUT = {  # rooms that need no planted faults
 @functools.cache
 def named(path: str) -> frozenset[str]:
     """Functions and classes of a file of tests."""
-    module = ast.parse((ROOT / path).read_text())
-    return frozenset(node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return frozenset(re.findall(r"^(?:async )?(?:def|class) (\w+)", text_of(path), re.MULTILINE))
+
+
+@functools.cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+@functools.cache
+def definitions(text: str) -> frozenset[str]:
+    return frozenset(text.split(BETWEEN))
 
 
 def test_every_fault_applies_and_leaves_a_module_that_can_be_read() -> None:
     broken = []
-    for fault in FAULTS:
-        right = (ROOT / fault.path).read_text()
+    for fault in faults():
+        right = text_of(fault.path)
         wrong = with_fault(right, fault)
         if wrong is None or fault.before == fault.after:
             broken.append(fault.name)
         elif fault.path.endswith(".py"):  # what is compiled elsewhere, the fault's own tests compile
-            for changed in definitions(wrong) - definitions(right):
+            for changed in set(wrong.split(BETWEEN)) - definitions(right):
                 ast.parse(changed)
     assert not broken, "\n".join(broken)
 
 
-def definitions(text: str) -> set[str]:
-    """The parts of a formatted file that two blank lines separate: each can be read by itself."""
-    return set(text.split("\n\n\n"))
-
-
 def test_every_fault_names_tests_that_exist() -> None:
-    for fault in FAULTS:
+    for fault in faults():
         assert fault.tests and fault.why.endswith("."), fault.name
         for test in fault.tests:
             path, _, function = test.partition("::")
@@ -54,20 +60,20 @@ def test_every_fault_names_tests_that_exist() -> None:
 
 
 def test_a_fault_is_one_decision_and_is_listed_once() -> None:
-    assert len({(fault.path, fault.after) for fault in FAULTS}) == len(FAULTS)
-    for fault in FAULTS:
+    assert len({(fault.path, fault.after) for fault in faults()}) == len(faults())
+    for fault in faults():
         old, new = fault.before.splitlines(), fault.after.splitlines()
         changed = (Counter(old) - Counter(new)).total(), (Counter(new) - Counter(old)).total()
         assert max(changed) <= MOST_CHANGED, fault.name
 
 
 def test_every_room_has_faults() -> None:
-    found = Counter(fault.room for fault in FAULTS)
+    found = Counter(fault.room for fault in faults())
     rooms = {path.parent.relative_to(draw.PACKAGE).as_posix() for path in draw.PACKAGE.rglob("*.py")}
     assert {"" if room == "." else room for room in rooms} | {"kernels"} <= found.keys() | WITHOUT.keys()
     needed = {room: count for room, count in found.items() if room not in WITHOUT}
     assert min(needed.values()) >= FEWEST_IN_ROOM and found.total() >= FEWEST, found
-    assert sum(fault.drawn for fault in FAULTS) >= FEWEST_DRAWN
+    assert sum(fault.drawn for fault in faults()) >= FEWEST_DRAWN
 
 
 def test_a_fault_that_does_not_apply_is_noticed() -> None:

@@ -1,6 +1,7 @@
 """What runs under Triton's interpreter, by short ways."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ HERE = Path(__file__).parent
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # pytest reads this file wherever it looks for tests, too
     quick_interpreter.install()
+    limit = os.environ.get("INTERPRETED_CPU_S")  # of each process: what waits for ever is ended
+    if limit:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks at the marks

@@ -75,7 +75,7 @@ def test_steps_come_again() -> None:
     assert choice(torch.randn(1, 8), torch.randn(STEPS, 8)).experts.tolist() == [[5]]
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(
     ("name", "dense", "floor_ms"),
     [

@@ -76,6 +76,7 @@ def read(pieces: list[str], streams: bool = True, is_cut: bool = False, asked: A
     return found.reasoning, found.content, list(calls.values()), parser.num_calls
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), GOOD)
 def test_messages_whatever_the_cuts(text: str, reasoning: str, content: str, calls: list[tuple[str, str]]) -> None:
     rng = random.Random(text)
@@ -112,6 +113,7 @@ def test_reasoning_is_streamed_or_comes_at_once() -> None:
         assert [parser.push(piece).reasoning for piece in pieces] == want
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_texts_of_markers_and_fragments(seed: int) -> None:
     """The cuts change nothing, and what is broken does not hide what follows."""
@@ -142,7 +144,7 @@ def test_texts_of_markers_and_fragments(seed: int) -> None:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(
     "text",
     [CHANNEL * 4000, START + "x" * 40_000, OPENING + " " * 40_000, (OPENING + END) * 1500, (CHANNEL + "x" * 500) * 80],

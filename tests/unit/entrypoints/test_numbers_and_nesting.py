@@ -68,7 +68,7 @@ def test_numbers_of_many_digits_and_deep_values_are_a_400(path: str) -> None:
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("value", ["1" * 4000, "-" + "1" * 4000, "1e999", DEEPEST])
 def test_what_can_be_parsed_is_no_error_of_the_server(path: str, value: str) -> None:

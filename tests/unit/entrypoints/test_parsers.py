@@ -77,7 +77,7 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
 def test_an_answer_cut_anywhere_has_no_call_that_is_not_complete(
     name: str, text: str, content: str, calls: Calls
@@ -92,6 +92,7 @@ def test_an_answer_cut_anywhere_has_no_call_that_is_not_complete(
         assert all(calls[index][1].startswith(found[index][1]) for index in range(complete, len(found)))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_texts_of_markers_and_fragments_lose_nothing(seed: int) -> None:
     """Any text, however odd: the cuts change nothing, and what is no call is content."""
@@ -269,6 +270,7 @@ def test_text_of_glm_is_given_out_while_it_grows() -> None:
     assert [call.arguments for call in calls if call.arguments] == ['{"city": "R', "o", "m"]
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_checker_of_json_agrees_with_the_library(seed: int) -> None:
     rng = random.Random(seed)
@@ -360,7 +362,7 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

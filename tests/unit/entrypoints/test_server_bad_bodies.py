@@ -294,6 +294,7 @@ def post(path: str, body: dict[str, Any] | bytes, client: FakeClient | None = No
     return response.status_code, response.json()
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(("path", "change", "status", "param"), ROWS, ids=[f"{r[0]}-{str(r[1])[:50]}" for r in ROWS])
 def test_bad_body(path: str, change: dict[str, Any], status: int, param: str) -> None:
     client = FakeClient()
@@ -306,6 +307,7 @@ def test_bad_body(path: str, change: dict[str, Any], status: int, param: str) ->
     assert not client.running
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize(
     "body",

@@ -51,6 +51,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
 PATHS = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "/v1/completions": {"prompt": "x"}}
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(("fields", "expected"), SPELLINGS, ids=lambda value: str(value)[:60])
 @pytest.mark.parametrize("path", [*PATHS, "/generate"])
 def test_spelling(path: str, fields: dict[str, Any], expected: Grammar | None) -> None:

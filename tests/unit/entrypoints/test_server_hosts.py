@@ -77,6 +77,7 @@ def test_pages_of_this_machine_may_call(origin: str) -> None:
     assert status({**HERE, "origin": origin}) == 200
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     "origin",
     [

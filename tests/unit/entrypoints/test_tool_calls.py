@@ -68,6 +68,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
 
 
+@pytest.mark.slow_but_every(4)
 @every_format
 def test_calls_as_the_openai_client_reads_them(name: str) -> None:
     client = answers(ANSWERS[name])

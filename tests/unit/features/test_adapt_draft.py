@@ -322,6 +322,7 @@ def test_beside_requests_learning_is_paid_for() -> None:
     assert played.learning.saved_s <= MOST_SAVED_S
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
 @pytest.mark.parametrize(("host_s", "keep_s"), [(0.0, 0.0), (0.0001, 3e-6), (0.002, 3e-6), (0.02, 3e-6)])
 def test_the_share_holds_on_any_host(share: float, host_s: float, keep_s: float) -> None:

@@ -127,6 +127,7 @@ def test_the_worker_is_told_what_takes_long(process: GrammarChecks) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("kind", "text", "output"),
     [

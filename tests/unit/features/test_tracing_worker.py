@@ -211,4 +211,5 @@ def test_a_watch_that_begins_again_tells_nothing_of_the_last_one(device: WrongCl
 
 def test_the_cpus_clock_is_the_hosts() -> None:
     """`CpuEvent` reads perf_counter; the trace is in time.monotonic()."""
-    assert time.perf_counter() == pytest.approx(time.monotonic(), abs=0.01)
+    before, between, after = time.monotonic(), time.perf_counter(), time.monotonic()
+    assert before - 0.001 <= between <= after + 0.001, "however long a busy host takes from one to the next"

@@ -57,6 +57,7 @@ def test_an_incomplete_character_is_flushed_as_the_library_decodes_it() -> None:
     assert pieces[-1].endswith("\N{REPLACEMENT CHARACTER}")
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_ids_join_to_the_whole_decode(seed: int) -> None:
     """Random ids are full of broken UTF-8. Ids beyond the tokenizer's vocabulary decode to nothing."""

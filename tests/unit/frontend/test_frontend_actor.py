@@ -173,6 +173,7 @@ def test_one_that_was_started_alone_tells_the_scheduler_first_and_uses_no_uid_of
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_requests_of_one_call_reach_the_scheduler_as_one_packet() -> None:
     """Unless this machine is so busy that they take the frontend 5 ms: then in another round."""
 

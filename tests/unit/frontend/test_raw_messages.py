@@ -87,6 +87,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice("ké") * rng.choice([1, 20]) + str(i): drawn(rng, depth + 1) for i in range(few)}
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_all_that_is_in_a_message_is_counted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VALUES", "CONTAINERS", "ENTRIES", "TEXT_BYTES", "DATA_BYTES"):

@@ -64,7 +64,7 @@ def test_the_match_is_kept_if_asked_and_what_follows_is_not() -> None:
     assert fed(("END",), ["the E", "NDless"], keep_match=True) == ("the END", "END")
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_cut_gives_the_answer_of_reading_letter_by_letter(seed: int) -> None:
     draw = random.Random(seed)

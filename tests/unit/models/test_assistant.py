@@ -60,6 +60,7 @@ def drafted(
 TEXT = torch.randint(128, (START + STEPS + 1,), generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_loop(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

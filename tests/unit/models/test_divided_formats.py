@@ -32,6 +32,7 @@ def files_of(directory: Path, checkpoint: TinyCheckpoint, **flags: Any) -> Model
     return resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True, **flags))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", ["llama", "phi 3"])
 @pytest.mark.parametrize("kind", FLOAT8)
@@ -43,6 +44,7 @@ def test_logits_are_one_ranks(kind: str, family: str, ranks: int) -> None:
     torch.testing.assert_close(first, logits_of(load_tiny_target(checkpoint), F64), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("kind", FLOAT8)
 def test_a_rank_reads_its_part_of_a_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights and scales, which become matrices on a CPU."""
@@ -89,6 +91,7 @@ def refusal_of(files: ModelFiles, ranks: int = 2) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in FLOAT8])
 def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     assert "tp_size 2: " in (said := refusal_of(files_of(tmp_path, checkpoint_in(kind))))

@@ -63,7 +63,7 @@ def test_a_gguf_is_the_model_that_was_written(tied: bool, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(loaded, tokens), logits(expected, tokens), atol=1e-12, rtol=0)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     ("family", "types"),
     [*(("llama", name) for name in TYPES), ("qwen2", "bits 2, 3"), ("qwen3", "bits 4 to 6"), ("gemma 3", "groups")],

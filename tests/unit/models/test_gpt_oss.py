@@ -103,6 +103,7 @@ def test_mxfp4_is_what_it_means(published: tuple[TinyCheckpoint, TinyCheckpoint]
     assert torch.equal(logits_of(stored), logits_of(meant)) and stored.num_bytes == meant.num_bytes, "on a CPU"
 
 
+@pytest.mark.slow
 def test_every_tensor_of_mxfp4_counts(published: tuple[TinyCheckpoint, TinyCheckpoint]) -> None:
     checkpoint, _ = published
     whole, idle = logits_of(load_tiny_target(checkpoint), F64), []

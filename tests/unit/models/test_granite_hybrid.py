@@ -72,6 +72,7 @@ def test_logits_are_those_of_transformers_from_the_same_files(tmp_path: Path, ca
     torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("widths", [(1,) * 21, (4, 4, 4, 4, 4, 1), (3, 1, 2, 4, 4, 1, 1, 3, 2)], ids=str)
 @pytest.mark.parametrize("family", [DENSE, SPARSE])
 def test_windows_give_the_logits_of_a_prompt(family: str, widths: tuple[int, ...]) -> None:

@@ -51,6 +51,7 @@ def logits_of(weights: LoadedTarget) -> Tensor:
     return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_model_computes_nearly_the_same_in_less_memory(family: str) -> None:
     dense = load_tiny_target(tiny_target(3, **TINY_FAMILIES[family]))

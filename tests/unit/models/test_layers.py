@@ -13,6 +13,7 @@ from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeigh
 from overlap_spec.models.work import count_bytes
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 33])
 @pytest.mark.parametrize("width", [64, 1536, 1031])
 @pytest.mark.parametrize("biased", [False, True])

@@ -95,6 +95,7 @@ def test_a_prompt_that_is_cut_at_chunks_keeps_its_bits(cuts: tuple[int, ...]) ->
     assert torch.equal(parts.memory[1], whole.memory[1]) and torch.equal(parts.inputs[1], whole.inputs[1])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_windows_have_the_bits_of_plain_decoding(dtype: torch.dtype, stored: torch.dtype | None) -> None:

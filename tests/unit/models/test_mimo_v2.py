@@ -174,6 +174,7 @@ def test_logits_of_each_layer_are_those_of_the_loop(index: int, dtype: torch.dty
         torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_layer_counts() -> None:
     checkpoint, (tokens, features) = drafting(), inputs()
 

@@ -67,6 +67,7 @@ def test_logits_are_those_of_transformers_from_the_same_files(family: str, fused
     torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(family)

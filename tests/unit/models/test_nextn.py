@@ -56,6 +56,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(ROWS, 32, generator=random, dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_loop(family: str, dtype: torch.dtype) -> None:
@@ -80,7 +81,7 @@ def test_logits_are_those_of_the_loop(family: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(logits, loop.logits(row), atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_the_layer_counts(family: str) -> None:
     checkpoint, (tokens, features) = checkpoint_of(family), inputs(torch.float64)
@@ -111,6 +112,7 @@ def test_what_is_absorbed_is_what_a_forward_writes(family: str) -> None:
     assert caches[0].any()
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_is_found_in_the_files_of_its_target(family: str, fused: bool, tmp_path: Path) -> None:

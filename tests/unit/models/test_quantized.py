@@ -88,6 +88,7 @@ def test_it_computes_what_transformers_does_with_the_dequantised_weights(kind: s
     torch.testing.assert_close(logits_of(load(tmp_path)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -65,6 +65,7 @@ def test_layers_of_two_kinds() -> None:
     assert dispensable(["a", "b"], frozenset()) == frozenset()
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma 3"])
 def test_launches_and_memory_are_those_of_the_whole_forward(family: str, reads_last: bool) -> None:

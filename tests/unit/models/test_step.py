@@ -123,6 +123,7 @@ def test_one_base_may_hold_for_all_layers() -> None:
     assert [(shape.rope.theta, shape.rope.kind, shape.rope.num_fixed) for shape in shapes] == [(3e4, "llama3", 0)] * 2
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         mixture = load_tiny_target(random_checkpoint(FAMILY), dtype).layers[1].mlp
@@ -191,6 +192,7 @@ def test_logits_of_each_layer_are_those_of_the_loop(index: int, dtype: torch.dty
         torch.testing.assert_close(found, logits, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_layer_counts() -> None:
     checkpoint, (tokens, features) = drafting(), inputs()
 

@@ -50,7 +50,7 @@ def test_a_row_of_a_tree_has_sinks() -> None:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(13)
 @pytest.mark.parametrize("choice", [AttentionChoice(), AttentionChoice(torch_only=True), AttentionChoice(most_keys=3)])
 @pytest.mark.parametrize("behind_pages", [False, True])
 @pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name not in RECURRENT])

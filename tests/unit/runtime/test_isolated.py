@@ -143,6 +143,7 @@ def test_a_cancelled_job_is_killed(run: Callable[..., None]) -> None:
     run(story)
 
 
+@pytest.mark.slow
 def test_a_template_process_that_died_is_started_again(run: Callable[..., None]) -> None:
     async def story(isolated: Isolated) -> None:
         assert await isolated.run(b"echo 1", 5) == b"1"

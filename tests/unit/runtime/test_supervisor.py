@@ -69,6 +69,7 @@ def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: p
     assert capfd.readouterr().err == "", "an error raised on purpose is reported once, by the parent"
 
 
+@pytest.mark.slow
 def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, scheduler="no_such_module") as supervisor:
@@ -275,6 +276,7 @@ def with_timeout(seconds: float) -> Settings:
     return msgspec.structs.replace(fake_settings(), supervisor=SupervisorSettings(watchdog_timeout_s=seconds))
 
 
+@pytest.mark.slow
 def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -77,7 +77,7 @@ def test_tokens_are_those_of_plain_python(filters: Filters, temperature: float) 
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @by_combination
 @at_temperatures
 def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: float) -> None:
@@ -97,7 +97,7 @@ def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: f
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @by_combination
 @at_temperatures
 def test_a_tree_is_judged_by_what_filters_keep(filters: Filters, temperature: float) -> None:

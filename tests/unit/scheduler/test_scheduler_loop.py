@@ -290,6 +290,7 @@ def test_a_flush_that_waits_is_refused_once_another_request_runs():
     bench.check_drained()
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -111,6 +111,7 @@ def _neighbours(stream: Stream) -> tuple[list[float], list[float]]:
     return times[:-1], times[1:]
 
 
+@pytest.mark.slow
 def test_random_arrivals() -> None:
     """The gap is far below what it must be; the first token waits as long as a device of this speed lets it."""
     streams = poisson(engine(), 20.0)

@@ -27,6 +27,7 @@ DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # rela
 NEVER, MOSTLY = Chain((0.0, 0.0, 0.0)), Chain((0.95, 0.95, 0.95))
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 @pytest.mark.parametrize("rates", [(0.8, 0.7, 0.6), (0.1, 0.1, 0.1)])
 def test_where_wide_steps_are_free_all_are(batch_size: int, rates: tuple[float, ...]) -> None:
@@ -34,6 +35,7 @@ def test_where_wide_steps_are_free_all_are(batch_size: int, rates: tuple[float, 
     assert widths.count(4) > 0.99 * len(widths), "the rest are looks at what narrower steps take"
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 32), (8, 8), (64, 4)])
 def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most: int) -> None:
     engine = Engine(DEAR, NEVER, batch_size)
@@ -54,6 +56,7 @@ def test_acceptance_that_is_lost_is_noticed(batch_size: int, most: int) -> None:
     assert 1 in engine.run(most)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
     engine = Engine(DEAR, NEVER, batch_size)
@@ -66,7 +69,7 @@ def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_never_much_worse_than_plain_decoding(batch_size: int, seed: int) -> None:

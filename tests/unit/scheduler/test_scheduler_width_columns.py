@@ -41,7 +41,7 @@ def test_it_converges_to_the_best_width(tree: Tree, batch_size: int, depth: int)
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize(("before", "after"), [(RICH, POOR), (RICH, WRONG), (POOR, RICH), (WRONG, RICH)])
 def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: int) -> None:
@@ -53,6 +53,7 @@ def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: i
     assert engine.current == BEST[after]
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_trials_cost_little(batch_size: int) -> None:
     engine = Engine(DEAR, WRONG, batch_size)
@@ -63,7 +64,7 @@ def test_trials_cost_little(batch_size: int) -> None:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_nearly_as_fast_as_the_best_width_for_any_tree(seed: int) -> None:
     """Trees that are best first, as drafts make them."""

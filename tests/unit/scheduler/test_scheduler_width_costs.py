@@ -121,6 +121,7 @@ def test_steps_without_lookups_have_a_time_of_their_own() -> None:
     assert policy.seconds.of(1)[1] == pytest.approx(1.0, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_captured_are_not_run_however_much_is_accepted() -> None:
     costs = StepCosts((64, 128), (1, 2, 4), ((4 * MS, 4.1 * MS, 4.2 * MS), (4 * MS, 4.1 * MS, NEVER_S)))
     for batch_size in (65, 128):

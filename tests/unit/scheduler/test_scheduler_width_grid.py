@@ -76,7 +76,7 @@ def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_w
     assert statistics.geometric_mean(cell.of_best for (_, num), cell in found.items() if num == 256) > 0.98
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("num_tokens", [64, 256])
 def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int, num_tokens: int) -> None:
@@ -85,7 +85,7 @@ def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int,
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("batch_size", [1, 32, 128, 256])
 def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -> None:
     engine = Served(Synthetic(3.5, LEVELS[3.5]))

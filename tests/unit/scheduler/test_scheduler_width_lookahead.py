@@ -74,6 +74,7 @@ def test_without_a_match_steps_are_plain_from_the_first_on(num_slots: int, depth
     assert engine.seconds == engine.tokens == 500
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_match_widens_steps_at_once_and_its_end_narrows_them(depth: int) -> None:
     engine = Engine(64, depth)
@@ -129,7 +130,7 @@ def test_a_few_matches_in_a_large_batch_do_not_widen_everybodys_step() -> None:
     assert engine.run(100)[-1] > 1
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("num_slots", [1, 16, 64])
 def test_it_is_never_much_slower_than_plain_decoding(num_slots: int) -> None:
     rng = random.Random(num_slots)

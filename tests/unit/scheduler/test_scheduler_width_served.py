@@ -96,7 +96,7 @@ def cells(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 @pytest.mark.parametrize("seed", range(3))
 def test_costs_that_are_not_what_was_measured(seed: int, guesses: Guesses) -> None:

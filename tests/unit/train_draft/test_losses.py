@@ -247,6 +247,7 @@ def test_dsparks_accepted_guesses_are_those_of_its_blocks(dspark: DSpark) -> Non
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 def test_dsparks_loss_falls_and_its_bias_learns() -> None:
     given, head = batch(), DSpark(FROZEN, AUX, BLOCK, MASK)
     steps = Steps(head.tensors)

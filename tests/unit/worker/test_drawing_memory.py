@@ -67,7 +67,7 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, proce
 
 
 @pytest.mark.full_but_every(16)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("way", WAYS)
@@ -108,6 +108,7 @@ def test_children_are_those_of_each_slot_alone(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(logs, found[0][0]) and torch.equal(columns, found[0][1])
 
 
+@pytest.mark.slow
 def test_stop_ids_take_no_column_for_each_of_them() -> None:
     """A mask by comparison would take 64 bytes for each slot and token of the vocabulary."""
     shape = (64, 1, 20000)

@@ -66,6 +66,7 @@ def test_a_replay_is_two_steps(
     assert both.num_together == 2 * 3, "a step of 32 tokens is not captured"
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("topk", [1, 3])
 def test_windows_of_one_column_run_with_prompts_and_defer_what_their_draft_reads(
     topk: int, monkeypatch: pytest.MonkeyPatch

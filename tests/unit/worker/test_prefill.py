@@ -27,7 +27,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams, reads_last: bool) -> None:

@@ -29,7 +29,7 @@ def served(tokens: float, batch_size: int, skews: tuple[float, ...]) -> list[tup
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(14)
+@pytest.mark.slow_but_every(28)
 @pytest.mark.parametrize("skews", SKEWS, ids=str)
 @pytest.mark.parametrize("batch_size", [1, 8, 32])
 @pytest.mark.parametrize("tokens", DRAFTS)
