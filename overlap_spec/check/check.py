@@ -401,10 +401,10 @@ def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPar
     memory = _gpu_memory(place, weights) if device.type == "cuda" else None
     geometry = settle_geometry(settings, models, device, memory)
     held = memory_facts(demand, 0).held_bytes if memory is not None else {"of target weights": demand.target_weights}
-    if memory is None and weights > demand.target_weights:
-        held["of draft weights"] = weights - demand.target_weights
-    if memory is None and demand.states:
-        held[RECURRENT_STATES] = demand.states
+    if memory is None:  # of a CPU what does not go by the number of slots, and states
+        beside = {"of draft weights": weights - demand.target_weights, RECURRENT_STATES: demand.states}
+        beside["of features"] = demand.feature_bytes
+        held |= {purpose: num_bytes for purpose, num_bytes in beside.items() if num_bytes}
     if geometry.num_snapshots:
         held[SNAPSHOTS] = geometry.num_snapshots * demand.state
     dtype = geometry.cache_dtype

@@ -189,6 +189,16 @@ def test_sizes_are_those_of_a_start(binary: bool, target: Path, tmp_path: Path) 
     assert report.draft.fits["aux layers"] == "0, 1 of 2"
 
 
+def test_what_a_draft_that_learns_takes_is_told(target: Path, tmp_path: Path) -> None:
+    """Its ring, its copy with gradients and moments, and a step of training."""
+    write_checkpoint(tmp_path, tiny_eagle3(7, tiny_target(6)))
+    config = config_of(target, tmp_path, dtype="float64", adapt_draft=True)
+    report, models = check(config, NO_GPU), start(config)
+    settings, _ = resolve(config, hub.resolve_model(config), machine.inspect())
+    assert report.memory is not None
+    assert report.memory.held["of features"] == demand_of(settings, models).feature_bytes > 16 * 1024
+
+
 def test_weights_that_are_shared_count_once(target: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_target(6, tie_word_embeddings=True))
     apart, tied = (check(config_of(path, dtype="float64"), NO_GPU).memory for path in (target, tmp_path))

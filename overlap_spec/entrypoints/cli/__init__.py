@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "train-draft": Command(
         "overlap_spec.entrypoints.cli.train_draft",
-        "train-draft --model-path M --method EAGLE3|DFLASH --prompts FILE.jsonl --output DIR",
+        "train-draft --model-path M --method EAGLE3|DFLASH|DSPARK --prompts FILE.jsonl --output DIR",
         "make a draft for a model from prompts alone",
     ),
     "top": Command("overlap_spec.entrypoints.top", "top [--url URL] [flags]", "show what a running server does", "top"),
