@@ -71,8 +71,8 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
     assert len(set(lengths)) > 2
 
 
-@pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_steps"),
     [("deepseek v3", 3), ("glm 4.7 flash", 5), ("glm 4.5", 3), ("qwen3 next", 3), ("qwen3.5", 3)],

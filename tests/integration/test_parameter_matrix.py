@@ -224,6 +224,7 @@ def test_every_parameter_has_a_row() -> None:
     assert ALIASES.keys().isdisjoint(CASES) and set(ALIASES.values()) <= CASES.keys()
 
 
+@pytest.mark.slow
 def test_the_matrix_has_every_cell() -> None:
     """The one that documents show, unless it is named as older than the code."""
     matrix = json.loads((RESULTS / MATRIX).read_text())

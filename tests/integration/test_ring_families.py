@@ -100,8 +100,8 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
 
 
-@pytest.mark.full_but_every(54)
-@pytest.mark.slow_but_every(200)
+@pytest.mark.full_but_every(108)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:

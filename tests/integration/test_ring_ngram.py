@@ -55,7 +55,8 @@ def test_steps_are_the_references(codec: TextCodec, page_size: int, depth: int, 
         assert answer.usage.spec_verify_ct == len(expected) < 50, "some guess was right"
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", LIMITS)
 def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth: int) -> None:

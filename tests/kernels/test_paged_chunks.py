@@ -76,7 +76,8 @@ def test_tiles_for_any_division_of_the_rows() -> None:
     assert Cut(2).num_tiles(chunks(512, requests=1)) == 8
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("dim", "dtype"), [(64, BFLOAT), (128, BFLOAT), (128, torch.float16)])
 def test_it_compiles(dim: int, dtype: torch.dtype) -> None:

@@ -115,7 +115,8 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
     assert 32 * module._WARPS * min(module._CLUSTERS) >= module._MOST_KEYS // module._CHUNK
 
 
-@pytest.mark.slow_but_every(6)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("heads", "width", "page_size", "cluster", "normed"),

@@ -67,7 +67,7 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, proce
 
 
 @pytest.mark.full_but_every(16)
-@pytest.mark.slow_but_every(9)
+@pytest.mark.slow_but_every(16)  # small shapes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("way", WAYS)
