@@ -216,6 +216,7 @@ def _norms(draft: object) -> dict[str, str]:
         return {}
     norms, fed_back = len(draft.fusion.norms), draft.config.norm_output
     said = f"of {norms} aux hidden states" if norms else "none before the fusion"
+    said = "of all aux hidden states together" if draft.config.norms_all else said
     return {"norms (EAGLE-3.1)": said + ("; its output is fed back normalised" if fed_back else "")}
 
 

@@ -155,6 +155,9 @@ RULES = {
             "add_swa_attention_sink_bias",
             "add_full_attention_sink_bias",
             "norm_output",
+            "norm_before_residual",
+            "norm_before_fc",
+            "embed_requires_grad",
             "bias",
             "truncate",
         ),
@@ -258,12 +261,15 @@ def _read_layers(config: Mapping[str, Any], key: str, origin: str) -> list[int]:
 
 SPECULATORS, EAGLE_LAYERS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
 READ: dict[str, dict[str, Any]] = {  # the kinds of its heads that are read, and what of them is computed here
-    "eagle3": {"norm_before_fc": False, "embed_requires_grad": False},
+    "eagle3": {},
     "peagle": {"norm_before_fc": False},
     "dflash": {"sample_from_anchor": False, "projector_type": "dflash"},
 }
 SPECULATED = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # whose layers its heads have
-OF_HEAD = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "mask_token_id")
+OF_HEAD = (
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "mask_token_id"),
+    *("norm_before_fc", "embed_requires_grad"),
+)
 FORMAT = "quantization_config"
 # As transformers names them, whose tensors are those of the whole model without the others.
 TEXT_ALONE = {f"Qwen3_5{kind}ForCausalLM": f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe")}

@@ -62,6 +62,8 @@ class Eagle3Config:
     norm_residual: bool  # the first layer adds to the normed features
     is_parallel: bool  # config.json names a P-EAGLE head
     mask_token: int | None  # of a P-EAGLE head
+    norms_all: bool = False  # the aux hidden states are normalised together, before `fc`
+    own_embedding: bool = False  # it was trained too
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], num_target_layers: int, origin: str) -> "Eagle3Config":
@@ -85,6 +87,8 @@ class Eagle3Config:
             norm_residual=bool(config.get("norm_before_residual", False)),
             is_parallel=(config.get("architectures") or ("",))[0] in PARALLEL,
             mask_token=next((config[key] for key in MASK_KEYS if config.get(key) is not None), None),
+            norms_all=bool(config.get("norm_before_fc", False)),
+            own_embedding=bool(config.get("embed_requires_grad", False)),
         )
 
     @property
@@ -289,6 +293,9 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
         indices = range(max(len(config.aux_layers), 1))
         eps = config.llama.rms_norm_eps
         norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{index}.weight", (width,)), eps) for index in indices)
+    if config.norms_all:
+        weight = checkpoint.take("input_norm.weight", (config.fused_size,))
+        norms = (RMSNorm(weight, config.llama.rms_norm_eps),)
     if config.fused_size == hidden and "fc.weight" not in checkpoint:
         return Eagle3Fusion(norms, None)
     weight = take_matrix(checkpoint, "fc", (hidden, config.fused_size))
@@ -341,7 +348,7 @@ def _load_layer(llama: LlamaConfig, checkpoint: Weights, index: int, token_norm:
 def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Embedding:
     """The target's embedding, unless the head has another width, trained its own, or uses that as output."""
     name, hidden = "embed_tokens.weight", config.llama.hidden_size
-    is_own = MASK in checkpoint and name in checkpoint
+    is_own = name in checkpoint and (MASK in checkpoint or config.own_embedding)
     if hidden == target.hidden_size and not config.llama.tie_word_embeddings and not is_own:
         checkpoint.skip(name)
         return target.embedding

@@ -18,7 +18,7 @@ from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.models.drafts.eagle3 import MASK_KEYS, tensor_places
-from overlap_spec.models.interfaces import TreeShape
+from overlap_spec.models.interfaces import TargetOutput, TreeShape
 from overlap_spec.models.layers.linear import rows_of
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
@@ -102,16 +102,31 @@ def test_a_head_of_speculators_is_that_of_specforge(kind: str, given: bool, tmp_
     other = loaded_from(tmp_path / "other", in_speculators(kind, head, **changes))
     assert one.config.aux_layers == other.config.aux_layers == (1, 3, 4)
     origin = one.config.llama.origin
-    assert one.config == replace(other.config, llama=replace(other.config.llama, origin=origin))
+    same = replace(other.config, llama=replace(other.config.llama, origin=origin), own_embedding=False)
+    assert one.config == same and other.config.own_embedding == (kind == "P-EAGLE")
     assert torch.equal(one.target_ids, other.target_ids) and (one.mask is None) == (other.mask is None)
     assert (other.embedding is LOADED.embedding) == (kind == "EAGLE3")
     places = tensor_places(other)
     assert all(torch.equal(rows_of(*place), rows_of(*places[name])) for name, place in tensor_places(one).items())
 
 
+def test_a_head_of_speculators_has_a_norm_before_fc_and_its_own_embedding(tmp_path: Path) -> None:
+    """As its heads of gpt-oss: one norm of all that they read of the target."""
+    plain, random = of_specforge("EAGLE3"), torch.Generator().manual_seed(4)
+    head = in_speculators("EAGLE3", plain, norm_before_fc=True, embed_requires_grad=True)
+    weight, embedding = (torch.rand(size, generator=random, dtype=torch.float64) for size in ((96,), (128, 32)))
+    more = {"input_norm.weight": weight, "embed_tokens.weight": embedding}
+    loaded = loaded_from(tmp_path, TinyCheckpoint(head.config, head.tensors | more))
+    assert torch.equal(loaded.embedding(torch.arange(128)), embedding) and loaded.config.norm_residual
+    aux = torch.randn(5, 96, generator=random, dtype=torch.float64)
+    scaled = aux * (aux.pow(2).mean(-1, keepdim=True) + loaded.config.llama.rms_norm_eps).rsqrt() * weight
+    found = loaded.fusion(TargetOutput(aux, aux))
+    torch.testing.assert_close(found, scaled @ plain.tensors["fc.weight"].T, atol=1e-12, rtol=0)
+
+
 NOT_COMPUTED: dict[str, dict[str, Any]] = {
-    "norm_before_fc: found True, expected False": {"norm_before_fc": True},
-    "embed_requires_grad: found True, expected False": {"embed_requires_grad": True},
+    "norm_before_fc: found True, expected False": {"norm_before_fc": True, "speculators_model_type": "peagle"},
+    "norm_before_fc must be true or false, found 'no'": {"norm_before_fc": "no"},
     "model_type: found 'mistral', expected llama or qwen3": {"transformer_layer_config": {"model_type": "mistral"}},
     "eagle_aux_hidden_state_layer_ids: found ['2'], expected layers": {"eagle_aux_hidden_state_layer_ids": ["2"]},
     "layers of the target, 0 to 7, found [-1, 3, 4]": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]},
