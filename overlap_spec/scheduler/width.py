@@ -13,7 +13,7 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, rows_of
 
-CHANCE = 24  # steps whose guesses tell no more of those that are left than those of all do
+CHANCE = 8  # right guesses, as frequent as those of all, that are added to those of the requests that are left
 
 
 class TokenEstimate(Protocol):
@@ -110,8 +110,8 @@ class BatchWidths:
             return 1.0
         few, many = [sum([len(each.tokens) - each.prompt_len - 1 for each in found]) for found in (requests, before)]
         steps, of_all = [sum([each.verify_steps for each in found]) for found in (requests, before)]
-        mean = many / max(of_all, 1) - 1  # a prompt gives one token, and every step another
-        return min(((few - steps) / mean + CHANCE) / (steps + CHANCE), 1.0) if mean > 0 else 1.0
+        expected = steps * (many - of_all) / max(of_all, 1)  # a prompt gives one token, and every step another
+        return min((few - steps + CHANCE) / (expected + CHANCE), 1.0)
 
     def timed(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the time of a settled step, or of a part of one.

@@ -4,30 +4,26 @@ What a step of each width commits (`TokensByWidth`) and takes (`StepSeconds`) is
 the requests that run: of two dozen it ends 5 to 14% later than the mean.
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
-draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
-lose; it keeps no more than steps cost that take DEAREST times those of now. Wider ones are reached by narrower ones. A
-width that has lost is left alone for LOST_STEPS steps, twice as many the next time unless it has been taken since. A
-class without results begins with the width that is the fastest with a fair draft and cannot lose much.
+draft, it is tried for a few steps; so are plain steps, if they would be with MISTAKEN times less time than was measured
+and have not run for LOST_STEPS. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
+lose; it keeps no more than steps cost that take DEAREST times those of now. A width that has lost is left alone for
+LOST_STEPS steps, twice as many the next time unless it has been taken since. A class without results begins with the
+width that is the fastest with a fair draft and cannot lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
 
-**Rules**: with a `--speculative-adaptive-config` file, which means what it means in SGLang, draft steps follow its
-rules. A rule has a moving average of the guesses accepted per slot. Let s be the draft steps of now, and s' the next
-fewer of its candidates. Every `update_interval` decode steps, after `warmup_batches`:
-
-    average <= s' - 0.5 + down_hysteresis (0.5 + .. for s' = 0)   go down, and on, as long as it holds
-    else average > s - 0.5 + up_hysteresis                        go up, and on
-    at s = 0, where nothing is measured                           go up by one candidate: a probe
-    ceiling_coeff c > 0                                           no more than max(1, ceil(c x average)), going up apart
+**Rules**: a `--speculative-adaptive-config` file means what it means in SGLang. Between the candidates of a rule lie
+borders, which its hysteresis moves, and a moving average of the guesses accepted per slot tells which of them is next.
+At 0 draft steps, where nothing is measured, the next one is a probe.
 """
 
-import bisect
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist
 
@@ -46,7 +42,7 @@ DOUBT = 1.0  # standard deviations of a mean, which chance may have taken from i
 FADED = 1 - 1 / 256  # what a step leaves of what it does not test
 OWN_STEPS = 8  # over which a width's excess is averaged
 STALE_STEPS = 256  # of wider widths, over which a narrower one loses what it exceeds its cost by more than they do
-MOST_CHANGE = 0.25  # of what a step should take, is the most by which it tells otherwise: some wait for others
+MOST_CHANGE = 0.25  # of what a step should take, is the most by which it tells that it takes longer
 LEAST_COST = 0.25  # of what was measured
 
 
@@ -140,16 +136,15 @@ class StepSeconds:
     """How long steps of each kind take: widths, by index, and one without a draft.
 
     A step takes what was measured at start, and an excess that each kind learns from its own steps, for each class of
-    batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
-    against a narrower one: that is timed before the wide one is too slow. A wider one that was never timed is believed
-    to exceed its cost as the next narrower one does. What makes it fast, text whose rows share experts, is believed of
-    all, in proportion.
+    batch sizes. What makes a wide step slow is not held against a narrower one: that is timed before the wide one is
+    too slow. A wider one that was never timed is believed to exceed its cost as the next narrower one does. What makes
+    it fast, text whose rows share experts, is believed of all, in proportion.
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
         """`rows`: the seconds of every kind that were measured, for each batch size."""
         self._sizes, self._rows = (sizes, rows) if len(sizes) > 1 else ((sizes[0], sizes[0] + 1), (*rows, *rows))
-        self._known: dict[int, list[float]] = {}  # what was measured, by batch size
+        self.measured = cache(self._measured)  # by batch size
         self._excess = defaultdict[int, dict[int, float]](dict)  # by class, of each kind that was timed
 
     def of(self, batch_size: int) -> list[float]:
@@ -164,23 +159,21 @@ class StepSeconds:
         return seconds
 
     def observe(self, batch_size: int, kind: int, seconds: float) -> None:
-        """Take in one step. It changes little: some wait for others on the device."""
+        """Take in one step. It makes the excess little more: some wait for others on the device."""
         costs, excess = self.measured(batch_size), self._excess[size_class(batch_size)]
         known, rate = excess.get(kind, 0.0), 1 / OWN_STEPS if kind in excess else 1.0
         most = MOST_CHANGE * (costs[kind] + max(known, 0.0))
-        excess[kind] = known + rate * min(max(seconds - costs[kind] - known, -most), most)
+        excess[kind] = known + rate * min(seconds - costs[kind] - known, most)
         for narrower in [each for each in excess if each < kind]:
             more = _carried(excess[kind], costs[kind], costs[narrower])
             excess[narrower] -= max(excess[narrower] - more, 0.0) / STALE_STEPS
 
-    def measured(self, batch_size: int) -> list[float]:
+    def _measured(self, batch_size: int) -> list[float]:
         """Of each kind, at start: linear between the batch sizes that were measured, and beyond them."""
-        if batch_size not in self._known:
-            right = min(max(bisect.bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
-            low, high = self._sizes[right - 1], self._sizes[right]
-            part, ends = (batch_size - low) / (high - low), zip(self._rows[right - 1], self._rows[right], strict=True)
-            self._known[batch_size] = [max(a + part * (b - a), a / 2) for a, b in ends]
-        return self._known[batch_size]
+        right = min(max(bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
+        low, high = self._sizes[right - 1], self._sizes[right]
+        part, ends = (batch_size - low) / (high - low), zip(self._rows[right - 1], self._rows[right], strict=True)
+        return [max(a + part * (b - a), a / 2) for a, b in ends]
 
 
 def _carried(excess: float, cost: float, other: float) -> float:
@@ -223,6 +216,7 @@ class RuledSteps:
 ANSWER_STEPS = 96  # of the answers whose slowest counts: of 64 tokens, one that just pays for its time loses 3%
 TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
 LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
+MISTAKEN = 1.5  # times the time of a plain step may have been measured
 DEAREST = 3.0  # times a step of now, may a step take that is tried
 TRIAL_STEPS, MOST_TRIAL_STEPS = 2, 8  # the first has no guesses, and a step is timed after another of its width
 TRIAL_TESTS = 24  # slots that a trial tests, at least
@@ -278,6 +272,8 @@ class MeasuredWidth(WidthPolicy):
         place.num_steps += 1
         place.earned_s += TRIALS * seconds[place.now]
         place.left = max(place.left - 1, 0)
+        if (place.now, place.tried)[place.left > SETTLING] == 0:
+            place.closed_until[0] = place.num_steps + LOST_STEPS
         if place.left > SETTLING:
             return self._widths[place.tried]
         before, behind = place.now, _behind(batch_size)
@@ -333,12 +329,14 @@ class MeasuredWidth(WidthPolicy):
         now, hoped = place.now, _speeds(self.tokens.hoped(place.now), seconds, share)
         num_steps = min(max(TRIAL_STEPS, -(-TRIAL_TESTS // batch_size)), MOST_TRIAL_STEPS)
         place.earned_s = min(place.earned_s, num_steps * (DEAREST - 1) * seconds[now])
-        for index in sorted(range(now + 1, len(hoped)), key=hoped.__getitem__, reverse=True):
-            price = num_steps * max(seconds[index] - seconds[now], 0.0)
-            is_open = place.closed_until[index] <= place.num_steps
-            if is_open and hoped[index] > hoped[now] and place.earned_s >= price:
+        speed, hoped[0] = hoped[now], hoped[0] * MISTAKEN
+        for index in sorted((0, *range(now + 1, len(hoped))), key=hoped.__getitem__, reverse=True):
+            length, price = num_steps, num_steps * max(seconds[index] - seconds[now], 0.0)
+            if index == 0:  # one token a step, and one in the wide step after them, which has no guesses
+                length, price = TRIAL_STEPS, TRIAL_STEPS * seconds[0] + seconds[now] - (TRIAL_STEPS + 1) / speed
+            if place.closed_until[index] <= place.num_steps and hoped[index] > speed and place.earned_s >= price:
                 place.earned_s -= price
-                place.tried, place.left = index, num_steps + SETTLING + 1
+                place.tried, place.left = index, length + SETTLING + 1
                 return
 
 

@@ -97,5 +97,12 @@ def test_what_is_learnt_becomes_that_of_the_requests_that_are_left() -> None:
     settle(all_[0])
     settle(*all_[:2])
     settle(all_[1])
-    expected = [1.0, 0.981, 24 / 72, *[1.0] * 5]
+    expected = [1.0, 0.98, 8 / (8 + 48 * 576 / 336), *[1.0] * 5]
     assert shares == pytest.approx(expected, abs=0.001), "it came after others; what is left is not worse"
+    shares.clear()
+    for request in all_:
+        request.verify_steps += 400
+        request.tokens.extend([5] * 400)
+    settle(*all_)
+    settle(all_[0])
+    assert shares == pytest.approx([1.0, 8 / (8 + 448 * 672 / (8 * 448))], abs=0.001), "plain steps tell nothing"

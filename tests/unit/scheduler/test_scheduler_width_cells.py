@@ -134,7 +134,7 @@ def test_few_requests_keep_a_gain_of_a_twelfth(seed: int) -> None:
     engine = device(seed)
     engine.batch_size = 8
     engine.run(100)
-    assert engine.run(1000).count(2) > 900
+    assert engine.run(1000).count(2) > 880, "the rest are trials, plain steps among them"
 
 
 def test_an_unlucky_trial_is_not_lost() -> None:

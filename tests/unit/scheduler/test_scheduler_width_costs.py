@@ -108,6 +108,8 @@ def test_a_step_that_waited_for_others_changes_little() -> None:
     assert seconds.of(1) == pytest.approx(COSTS.seconds[0], rel=0.04)
     serve(seconds, 0, 60.0, 1, batch_size=1)
     assert seconds.of(1)[0] < 1.3 * COSTS.seconds[0][0], "nor the first of its width"
+    serve(seconds, 0, 2.0 * MS, 1)
+    assert seconds.of(128)[0] == pytest.approx(2.0 * MS), "no step is faster for others"
 
 
 def test_steps_without_lookups_have_a_time_of_their_own() -> None:
@@ -127,7 +129,7 @@ def test_steps_that_are_not_captured_are_not_run_however_much_is_accepted() -> N
     for batch_size in (65, 128):
         engine = Long(costs, Chain((1.0, 1.0, 1.0)), batch_size)
         engine.more = 30 * MS
-        assert set(engine.run(4 * LOST_STEPS)[-1000:]) == {2}
+        assert engine.run(4 * LOST_STEPS)[-1000:].count(2) >= 998, "the rest are looks at what plain steps take"
         assert 4 not in engine.widths
     assert Engine(costs, Chain((1.0, 1.0, 1.0)), 64).run(200)[-1] == 4
 
