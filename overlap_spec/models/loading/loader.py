@@ -33,7 +33,6 @@ from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.division import Division
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
-from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
@@ -86,18 +85,15 @@ def load_target(
     if files.load_format == DUMMY:
         weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
-        source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
-        kept = _kept_integers(source, kernel, keeps_integers and device.type == "meta")
+        source, kept = (
+            (open_directory(path, files.load_format), None)
+            if path.is_dir()
+            else _open_gguf(path, config, files.config, kernel, keeps_integers and device.type == "meta")
+        )
         weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
     weights.division = division
     return architecture.load(config, weights)
-
-
-def _kept_integers(source: TensorSource, kernel: GroupedKernel | None, outlined: bool) -> KeptIntegers | None:
-    if not isinstance(source, GgufSource) or (kernel is None and not outlined):
-        return None
-    return KeptIntegers(source.outline if outlined else source.groups, kernel)
 
 
 def load_eagle3(source: DraftSource, target: LoadedTarget) -> eagle3.Eagle3Weights:
@@ -160,10 +156,18 @@ def _mtp_config(source: DraftSource) -> LayerConfig:
     return config
 
 
-def _open_gguf(path: Path, config: TargetConfig, found: Mapping[str, Any]) -> TensorSource:
+def _open_gguf(
+    path: Path, config: TargetConfig, found: Mapping[str, Any], kernel: GroupedKernel | None, outlined: bool
+) -> tuple[TensorSource, KeptIntegers | None]:
+    """A .gguf file, and how linears keep its integers, if they do. `outlined`: they are to have no values."""
+    from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of  # no other start imports gguf
+
     if (layout := gguf_layout_of(config, str(found.get("model_type")))) is None:
         raise CheckpointError(f"{path}: a GGUF file of {_names(found)} is not supported; give its safetensors")
-    return GgufSource(path, layout)
+    source = GgufSource(path, layout)
+    if outlined:
+        return source, KeptIntegers(source.outline, kernel)
+    return source, None if kernel is None else KeptIntegers(source.groups, kernel)
 
 
 def _names(config: Mapping[str, Any]) -> str:
