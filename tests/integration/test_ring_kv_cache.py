@@ -85,3 +85,22 @@ def test_random_schedules(codec: TextCodec) -> None:
 def test_random_schedules_of_every_method(codec: TextCodec, method: str, kv_dtype: torch.dtype) -> None:
     """Every request is audited."""
     run_schedules(20, codec, method=method, kv_dtype=kv_dtype, audit=AuditSettings(rate=1.0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "method", "topk"),
+    [
+        ("deepseek v3", "EAGLE3", 3),
+        ("deepseek v2 lite", "NGRAM", 1),
+        ("glm 4.7 flash", "NEXTN", 3),
+        ("gemma 4 e", "NEXTN with an assistant", 1),
+        ("qwen3 next", "NEXTN", 1),
+        ("gpt oss", "EAGLE3", 2),
+        ("mimo v2 flash", "NEXTN of several layers", 1),
+    ],
+)
+def test_random_schedules_of_other_caches(codec: TextCodec, family: str, method: str, topk: int) -> None:
+    """Latent rows, heads of two sizes, states beside pages, sinks, values narrower than keys."""
+    seen = run_seeds(range(4), codec, {"family": family, "method": method, "topk": topk, "kv_dtype": E4M3})
+    assert seen["finished"] > 5 and seen["accepted"] + seen["rejected"] > 0, dict(seen)
