@@ -47,7 +47,7 @@ class Children:
 
         Cancellation: those that have started are known, and `kill` ends them.
         """
-        for role in reversed(tuple(roles)):  # the worker, which takes longest, is last
+        for role in roles:
             await self.start_one(role, run_dir, settings, generation, others)
 
     async def start_one(
