@@ -26,7 +26,7 @@ from overlap_spec.models.targets import (
     qwen3_next,
     step3p5,
 )
-from overlap_spec.models.targets.llama import LlamaConfig, load_llama, refuse_sparse
+from overlap_spec.models.targets.llama import LlamaConfig, counted_experts, load_llama, refuse_sparse
 
 ReadConfig = Callable[[Mapping[str, Any], str], object]
 
@@ -95,7 +95,7 @@ def _read_by(reader: ReadConfig, config: Mapping[str, Any]) -> tuple[set[str], l
         read |= recorder.read
         refused.append(sentence.partition(";")[0])
         if not (named := {key for key in config if key in sentence.split()}):
-            break
+            return {*read, *config}, refused  # what it would have read after that is not known
         config = {key: value for key, value in config.items() if key not in named}
     return read, refused
 
@@ -192,4 +192,7 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
 
 
 def _nearest(found: list[str], config: Mapping[str, Any]) -> str:
-    return nearest(tuple(map(str, found)), {name: known.read_config for name, known in ARCHITECTURES.items()}, config)
+    """Of a mixture among those that have experts: a dense one would read nothing of them."""
+    is_dense = counted_experts(config) is None
+    readers = {name: known.read_config for name, known in ARCHITECTURES.items() if is_dense or known.is_mixture}
+    return nearest(tuple(map(str, found)), readers, config)

@@ -391,6 +391,30 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         "(num_experts 60), which is not supported yet; the nearest one is Qwen3MoeForCausalLM, which does not read"
         " shared_expert_intermediate_size 5632",
     ),
+    "Llama-4": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": {"num_local_experts": 16, "attention_chunk_size": 8192, "use_qk_norm": True},
+        },
+        "Llama4ForConditionalGeneration is a mixture of experts (num_local_experts 16), which is not supported yet; the"
+        " nearest one is Gemma4ForConditionalGeneration, which does not read rope_theta 10000.0,"
+        " num_local_experts 16, attention_chunk_size 8192, use_qk_norm True",
+    ),
+    "MiniMax-M2": (
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            **{"num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
+            **{"use_routing_bias": True, "rotary_dim": 64, "qk_norm_type": "per_layer"},
+        },
+        "MiniMaxM2ForCausalLM is a mixture of experts (num_local_experts 256), which is not supported yet; the nearest"
+        " one is MixtralForCausalLM, which does not read use_routing_bias True, rotary_dim 64,"
+        " qk_norm_type 'per_layer'; of that one scoring_func 'sigmoid' is not supported",
+    ),
+    "Grok-2": (
+        {"architectures": ["Grok1ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "residual_moe": True},
+        "Grok1ForCausalLM is a mixture of experts (num_local_experts 8), which is not supported yet; the nearest one is"
+        " Glm4MoeForCausalLM; of that one n_routed_experts must be a positive integer, it is missing",
+    ),
     "capped logits": (
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "the nearest one is Gemma3ForCausalLM; of that one attn_logit_softcapping 50.0 is not supported,"

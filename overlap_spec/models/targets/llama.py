@@ -78,6 +78,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return next((FAMILIES[name] for name in names if name in FAMILIES), FAMILIES["LlamaForCausalLM"])
 
 
+def counted_experts(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key that counts experts, and how many; None: there are no several."""
+    return next(((key, count) for key in _EXPERTS if (count := config.get(key)) not in (None, 0, 1)), None)
+
+
 def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool, is_latent: bool) -> None:
     """`is_mixture`, `is_latent`: its family computes experts, or latent attention.
 
@@ -88,11 +93,10 @@ def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool, is_l
         raise CheckpointError(
             f"{origin}: {name} has sparse attention by an indexer (index_topk {chosen}), which is not supported yet"
         )
-    for key in () if is_mixture else _EXPERTS:
-        if (count := config.get(key)) not in (None, 0, 1):
-            raise CheckpointError(
-                f"{origin}: {name} is a mixture of experts ({key} {count}), which is not supported yet"
-            )
+    if not is_mixture and (counted := counted_experts(config)) is not None:
+        raise CheckpointError(
+            f"{origin}: {name} is a mixture of experts ({counted[0]} {counted[1]}), which is not supported yet"
+        )
     if (rank := config.get("kv_lora_rank")) is not None and not is_latent:
         raise CheckpointError(
             f"{origin}: {name} has multi-head latent attention (kv_lora_rank {rank}), which is not supported yet"
