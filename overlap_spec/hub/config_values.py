@@ -95,6 +95,12 @@ def _numbers(words: str, holds: Callable[[float], bool]) -> Rule:
     return Rule(words, lambda value: _is_number(value) and holds(value))
 
 
+def _listed(rule: Rule) -> Rule:
+    return Rule(
+        f"a list of which each is {rule.words}", lambda found: isinstance(found, list) and all(map(rule.holds, found))
+    )
+
+
 ROTATIONS = ("rope_parameters", "rope_scaling")
 SIZE, HEADS, LAYERS, TOKENS, POSITIONS = 2**20, 2**12, 2**12, 2**24, 2**24
 BOOLEAN = Rule("true or false", lambda value: isinstance(value, bool))
@@ -102,6 +108,8 @@ OBJECT = Rule("null or an object", lambda value: isinstance(value, Mapping))
 NAMES = Rule("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value))
 POSITIVE = _numbers("a positive, finite number", lambda value: value > 0)
 BASE = _numbers("a finite number above 1", lambda value: value > 1)
+PART = _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1)
+LIMIT = Rule("null or a finite number from 0", lambda value: value is None or (_is_number(value) and value >= 0))
 
 RULES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "target_hidden_size"), _integers(1, SIZE)),
@@ -140,7 +148,9 @@ RULES = {
     **dict.fromkeys(("attention_value_scale", "moe_router_scaling_factor"), POSITIVE),
     **dict.fromkeys((f"{part}_multiplier" for part in ("embedding", "attention", "residual")), POSITIVE),
     "logits_scaling": POSITIVE,
-    "partial_rotary_factor": _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1),
+    "partial_rotary_factor": PART,
+    "partial_rotary_factors": _listed(PART),
+    **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), _listed(LIMIT)),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
     "attention_factor": POSITIVE,
     **dict.fromkeys(
@@ -166,7 +176,7 @@ RULES = {
     "use_bidirectional_attention": Rule(
         "true, false, 'all' or 'vision'", lambda value: isinstance(value, bool) or value in ("all", "vision")
     ),
-    **dict.fromkeys((*ROTATIONS, "eagle_config", "per_layer_config"), OBJECT),
+    **dict.fromkeys((*ROTATIONS, "eagle_config", "per_layer_config", "attention_other_setting"), OBJECT),
     **dict.fromkeys(("architectures", "layer_types"), NAMES),
 }
 

@@ -202,7 +202,7 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     ),
     "bases of too few layers": (
         gated(configured(rope_theta=[1e4])),
-        r"config\.json: rope_theta must have a base for each of 2 layers, found \[10000\.0\]",
+        r"config\.json: rope_theta must have an entry for each of 2 layers, found \[10000\.0\]",
     ),
     "a base that is too small": (
         gated(configured(rope_theta=[0.5] * 8)),
@@ -216,13 +216,25 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         gated(configured(moe_layers_enum="1,b")),
         r"moe_layers_enum: found '1,b', expected indices of 2 layers, between commas",
     ),
+    "bounds of too few layers": (
+        gated(configured(swiglu_limits=[7.0])),
+        r"config\.json: swiglu_limits must have an entry for each of 2 layers, found \[7\.0\]",
+    ),
+    "more than a head": (
+        gated(configured(partial_rotary_factors=[1.5] * 8)),
+        r"config\.json: partial_rotary_factors must be a list of which each is a number above 0, up to 1, found \[1\.5",
+    ),
+    "a setting of windows that is a list": (
+        gated(configured(attention_other_setting=[6])),
+        r"config\.json: attention_other_setting must be null or an object, found \[6\]",
+    ),
     "experts in layers that there are not": (
         gated(configured(moe_layers_enum="1,2")),
         r"moe_layers_enum: found '1,2', expected indices of 2 layers",
     ),
     "bounds that are words": (
         gated(configured(swiglu_limits=["none"] * 8)),
-        "swiglu_limits must have null or a number for each of 2 layers",
+        "swiglu_limits must be a list of which each is null or a finite number from 0, found",
     ),
     "groups that do not divide heads": (
         gated(configured(attention_other_setting={"num_attention_heads": 5})),
@@ -238,7 +250,7 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     ),
     "parts of heads that are no pairs": (
         gated(configured(partial_rotary_factors=[0.1] * 8)),
-        "partial_rotary_factors rotates 1 of 16 columns: expected pairs",
+        "partial_rotary_factor rotates 1 of 16: expected pairs",
     ),
     "more experts than there are in Step-3.5": (
         gated(configured(moe_top_k=9)),

@@ -281,10 +281,8 @@ def _load_layer(
 
 
 def _load_norm(config: LayerConfig, checkpoint: Weights, name: str) -> Norm:
-    if isinstance(config, Step35Config):
-        return step3p5.load_norm(config, checkpoint, name, config.hidden_size)
-    if isinstance(config, HybridConfig):
-        return qwen3_next.load_norm(config, checkpoint, name, config.hidden_size)
+    if isinstance(config, Step35Config | HybridConfig):
+        return parts.take_raised_norm(checkpoint, name, config.hidden_size, config.rms_norm_eps)
     return llama.load_norm(config, checkpoint, name)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from overlap_spec_kernels import Normed
 from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from overlap_spec_kernels.norm.silu_mul import mul_by_gates
@@ -147,6 +149,63 @@ class GatedAttention(SelfAttention):
             gates, heads = heads.tensor_split([self.shape.num_heads * self.shape.head_dim], dim=1)
             return mul_by_gates(attend(heads), attend.kept(gates))
         return mul_by_gates(attend(heads), attend.kept(self.gate(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowHeads:
+    """The heads of keys and values that a layer's linear gives, where they are fewer or smaller than the cache has.
+
+    A cache holds one size of heads for all layers of a model, and K as large as V. So a head of keys and values is
+    stored as often as the layer has fewer of them than the others, and values are filled up with zeros:
+
+        the linear gives    k0 k1        v0 v1          2 heads, where other layers have 4
+        the cache has       k0 k0 k1 k1  v0. v0. v1. v1.
+
+    A query finds in its copy what it would find in the one head, and the columns that were filled up are left out of
+    what it found.
+    """
+
+    num_kv_heads: int  # the cache has a multiple
+    value_dim: int  # columns of a value; the cache has as many as a key has
+    value_scale: float = 1.0  # factor of values
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowHeadsLinear:
+    """`Projection` of a layer with narrow heads."""
+
+    qkv: AnyLinear  # [n d + k (d + dv), H], of k heads
+    heads: NarrowHeads
+    shape: AttentionShape  # as the cache has it
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return self.qkv.work
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
+        shape, heads, projected = self.shape, self.heads, self.qkv(x)
+        dim, values = shape.head_dim, heads.num_kv_heads * heads.value_dim
+        keys = heads.num_kv_heads * dim
+        q, k, v = projected.split((shape.num_heads * dim, keys, values), dim=1)
+        filled = F.pad(v.unflatten(1, (-1, heads.value_dim)) * heads.value_scale, (0, dim - heads.value_dim))
+        copies = shape.num_kv_heads // heads.num_kv_heads
+        both = torch.stack((k.unflatten(1, (-1, dim)), filled), dim=1)
+        return torch.cat((q, both.repeat_interleave(copies, dim=2).flatten(1)), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowAttention(SelfAttention):
+    """`Attention` of a layer with narrow heads."""
+
+    value_dim: int  # dv; the second linear is [H, n dv]
+
+    def attended(self, x: Normed, attend: Attend) -> Tensor:
+        """Shapes: [T, H] -> [R, n dv]."""
+        found = attend(self.qkv(x))
+        by_head = found.view(len(found), self.shape.num_heads, -1)
+        return by_head[:, :, : self.value_dim].flatten(1)
 
 
 class DecoderLayer(Protocol):

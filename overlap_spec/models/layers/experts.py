@@ -32,7 +32,8 @@ from overlap_spec_kernels.experts.route import Common, Rows, rows_to_route, writ
 from overlap_spec_kernels.norm.silu_mul import mul_by_share
 from torch import Tensor
 
-from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.linear import make_linear
+from overlap_spec.models.layers.mlp import GatedMLP, gated_mlp
 from overlap_spec.models.layers.norm import Norm, RMSNorm, WideRMSNorm
 from overlap_spec.models.layers.parallel import Communicator
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
@@ -143,6 +144,12 @@ class SeparateExperts:
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self.experts[expert](Normed(rows, rows))
+
+
+def separated(gate_up: Tensor, down: Tensor, limit: float | None = None) -> SeparateExperts:
+    """Those of two stacks. `limit`: see `BoundedMLP`. Shapes: [E, 2I, H], gate first, [E, H, I]."""
+    pairs = zip(map(make_linear, gate_up), map(make_linear, down), strict=True)
+    return SeparateExperts(tuple(gated_mlp(*pair, limit) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ class BoundedMLP(GatedMLP):
         return (silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)).to(both.dtype)
 
 
+def gated_mlp(gate_up: AnyLinear, down: AnyLinear, limit: float | None = None) -> GatedMLP:
+    """`limit`: see `BoundedMLP`; None or 0: nothing is bounded."""
+    return BoundedMLP(gate_up, down, limit) if limit else GatedMLP(gate_up, down)
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedMLP(GatedMLP):
     """A gated MLP whose gate and up projections are bounded (gpt-oss)."""

@@ -18,6 +18,7 @@ from overlap_spec.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0
 PROPORTIONAL = "proportional"
+OF_EACH_PAIR = ("default", "linear", "llama3")  # kinds that may turn a part of a head: no pair asks how many there are
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RopeConfig:
         rotated = int(head_dim * factor)
         if factor != 1.0 and (rotated < 2 or rotated % 2):
             raise CheckpointError(f"{origin}: partial_rotary_factor rotates {rotated} of {head_dim}: expected pairs")
-        if factor != 1.0 and kind != "default":
+        if factor != 1.0 and kind not in OF_EACH_PAIR:
             raise CheckpointError(f"{origin}: rope type {kind!r} over part of a head is not supported")
         theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
         if isinstance(theta, list):

@@ -20,6 +20,8 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import DividedEmbedding, DividedHead, Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.layers.mlp import GatedMLP, gated_mlp
+from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 
@@ -151,6 +153,29 @@ def rotated_first(shape: AttentionShape) -> Tensor | None:
 def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias: bool = False) -> AnyLinear:
     """Stack the gate and up projections of a gated MLP."""
     return take_linear(checkpoint, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, input_size, bias)
+
+
+def take_mlp(
+    checkpoint: Weights, mlp: str, input_size: int, size: int, bias: bool = False, limit: float | None = None
+) -> GatedMLP:
+    """Take a gated MLP with SiLU. `limit`: see `BoundedMLP`."""
+    gate_up = take_gate_up(checkpoint, mlp, input_size, size, bias)
+    return gated_mlp(gate_up, take_linear(checkpoint, {f"{mlp}.down_proj": input_size}, size, bias), limit)
+
+
+def take_raised_norm(checkpoint: Weights, name: str, size: int, eps: float) -> WideRMSNorm:
+    """Take a norm, which is stored as what is added to one."""
+    weight = checkpoint.take(f"{name}.weight", (size,))
+    return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), eps)
+
+
+def take_raised_head_norms(
+    checkpoint: Weights, attention: str, shape: AttentionShape, eps: float
+) -> tuple[WideRMSNorm, WideRMSNorm]:
+    """Take those of heads of queries and keys, whose columns are in the order of `rotated_head`."""
+    query, key = (take_raised_norm(checkpoint, f"{attention}.{part}_norm", shape.head_dim, eps) for part in "qk")
+    order = rotated_head(shape).to(query.weight.device)
+    return replace(query, weight=query.weight[order]), replace(key, weight=key.weight[order])
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PostNormLayer, SelfAttention
 from overlap_spec.models.layers.mlp import GeluMLP
-from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.norm import QueryKeyNormLinear
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import (
@@ -26,6 +25,7 @@ from overlap_spec.models.loading.parts import (
     take_head,
     take_linear,
     take_qkv,
+    take_raised_norm,
     with_kv_scales,
 )
 from overlap_spec.models.targets.decoder import DecoderWeights
@@ -63,15 +63,8 @@ def _layer_types(reader: ConfigReader) -> tuple[str, ...]:
 def _rope(reader: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
     """A base for each kind of layer; `rope_scaling` stretches that of layers without a window alone."""
     key, base = BASES[kind]
-    given = reader.values.get("rope_parameters") or {}
-    if given and not set(given) <= set(BASES):
-        raise CheckpointError(f"{reader.origin}: rope_parameters must be given for {FULL!r} and {SLIDING!r}")
-    scaling = given.get(kind) or (reader.values.get("rope_scaling") if kind == FULL else None) or {}
-    parameters = {"rope_theta": reader.values.get(key) or base, **scaling}
-    positions = reader.values.get("max_position_embeddings")
-    return RopeConfig.from_hf(
-        {"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim, reader.origin
-    )
+    given = reader.ropes_by_kind().get(kind) or (reader.values.get("rope_scaling") if kind == FULL else None) or {}
+    return reader.rope({"rope_theta": reader.values.get(key) or base, **given}, head_dim)
 
 
 def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
@@ -80,7 +73,7 @@ def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
     embedding = take_embedding(checkpoint, config.vocab_size, config.hidden_size)
     embedding = embedding.scaled(float(scale.to(embedding.dtype)))
     layers = tuple(_load_layer(config, checkpoint, index) for index in range(config.num_layers))
-    norm = _load_norm(config, checkpoint, "norm", config.hidden_size)
+    norm = take_raised_norm(checkpoint, "norm", config.hidden_size, config.rms_norm_eps)
     head = take_head(checkpoint, embedding, config.tie_word_embeddings)
     finish(checkpoint)
     return DecoderWeights(embedding, layers, norm, head)
@@ -93,25 +86,20 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PostN
     projections, sizes = take_qkv(checkpoint, f"{name}.self_attn", shape, hidden)
     qkv = QueryKeyNormLinear(
         projections,
-        _load_norm(config, checkpoint, f"{name}.self_attn.q_norm", dim),
-        _load_norm(config, checkpoint, f"{name}.self_attn.k_norm", dim),
+        take_raised_norm(checkpoint, f"{name}.self_attn.q_norm", dim, config.rms_norm_eps),
+        take_raised_norm(checkpoint, f"{name}.self_attn.k_norm", dim, config.rms_norm_eps),
         sizes,
         groups=(shape.num_heads, shape.num_kv_heads),
     )
     output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, sizes[0])
     return PostNormLayer(
-        input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
+        input_norm=take_raised_norm(checkpoint, f"{name}.input_layernorm", hidden, config.rms_norm_eps),
         attention=SelfAttention(qkv, output, shape),
-        attention_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
-        mlp_norm=_load_norm(config, checkpoint, f"{name}.pre_feedforward_layernorm", hidden),
+        attention_norm=take_raised_norm(checkpoint, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps),
+        mlp_norm=take_raised_norm(checkpoint, f"{name}.pre_feedforward_layernorm", hidden, config.rms_norm_eps),
         mlp=GeluMLP(
             take_gate_up(checkpoint, f"{name}.mlp", hidden, inner),
             take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner),
         ),
-        output_norm=_load_norm(config, checkpoint, f"{name}.post_feedforward_layernorm", hidden),
+        output_norm=take_raised_norm(checkpoint, f"{name}.post_feedforward_layernorm", hidden, config.rms_norm_eps),
     )
-
-
-def _load_norm(config: DecoderConfig, checkpoint: Weights, name: str, size: int) -> WideRMSNorm:
-    weight = checkpoint.take(f"{name}.weight", (size,))
-    return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), config.rms_norm_eps)

@@ -39,7 +39,7 @@ from overlap_spec.models.loading.parts import (
 )
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.gemma4_layers import take_dense, take_layer, take_mixture, take_norm
-from overlap_spec.models.targets.mixture import ExpertSizes
+from overlap_spec.models.targets.mixture import ExpertSizes, read_sizes
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader, DecoderConfig, OfDecoder
 
 # Where the config does not say.
@@ -132,21 +132,11 @@ def read_shapes(reader: ConfigReader) -> list[AttentionShape]:
 
 
 def _rope(reader: ConfigReader, kind: str, dim: int) -> RopeConfig:
-    given = reader.values.get("rope_parameters") or {}
-    if not set(given) <= set(ROPES) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise CheckpointError(f"{reader.origin}: rope_parameters must be objects for {FULL!r} and {SLIDING!r}")
-    found = {
-        "rope_parameters": given.get(kind) or ROPES[kind],
-        "max_position_embeddings": reader.values.get("max_position_embeddings"),
-    }
-    return RopeConfig.from_hf(found, dim, reader.origin)
+    return reader.rope(reader.ropes_by_kind().get(kind) or ROPES[kind], dim)
 
 
 def _experts(reader: ConfigReader) -> ExpertSizes:
-    count, top_k = reader.size("num_experts"), reader.size("top_k_experts")
-    if top_k > count:
-        raise CheckpointError(f"{reader.origin}: top_k_experts: found {top_k}, expected at most num_experts {count}")
-    return ExpertSizes(count, top_k, reader.size("moe_intermediate_size"), normalised=True)
+    return read_sizes(reader, "num_experts", "moe_intermediate_size", normalised=True, top_k="top_k_experts")
 
 
 def load(config: Gemma4Config, checkpoint: Weights) -> DecoderWeights:

@@ -19,16 +19,9 @@ from overlap_spec_kernels.launch import capability_of
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attention, PostNormLayer, SelfAttention
-from overlap_spec.models.layers.experts import (
-    Experts,
-    MixtureMLP,
-    MostProbable,
-    Router,
-    SeparateExperts,
-    StackedExperts,
-)
+from overlap_spec.models.layers.experts import Experts, MixtureMLP, MostProbable, Router, StackedExperts, separated
 from overlap_spec.models.layers.gated_delta import RecurrentLayer
-from overlap_spec.models.layers.linear import DividedLogits, make_linear
+from overlap_spec.models.layers.linear import DividedLogits
 from overlap_spec.models.layers.mamba2 import GatedRowNorm, Mamba2Shape
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm, Scaled, wide_dtype
@@ -193,6 +186,5 @@ def _take_mlp(config: GraniteConfig, checkpoint: Weights, layer: str) -> MLP:
     down = checkpoint.take(f"{name}.output_linear.weight", (count, hidden, sizes.inner_size))
     experts: Experts = StackedExperts(both, down)
     if capability_of(checkpoint.forms.device) is None:
-        pairs = zip(map(make_linear, both), map(make_linear, down), strict=True)
-        experts = SeparateExperts(tuple(GatedMLP(*pair) for pair in pairs))
+        experts = separated(both, down)
     return MixtureMLP(router, experts, shared=shared)

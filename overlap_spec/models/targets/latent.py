@@ -18,20 +18,13 @@ from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.latent import LatentAttention, LatentProjection, LatentRows, LowRankQueries
 from overlap_spec.models.layers.linear import AnyLinear
-from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.layers.rope import RopeConfig, yarn_mscale
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.division import Part, dividing, equal_part, sharing
-from overlap_spec.models.loading.parts import (
-    finish,
-    take_embedding,
-    take_gate_up,
-    take_head,
-    take_linear,
-    with_kv_scales,
-)
+from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear, take_mlp, with_kv_scales
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import NAMES, ExpertSizes, take_mixture
@@ -130,8 +123,7 @@ def load_layer(config: LatentConfig, checkpoint: Weights, index: int, sparse: bo
     if sparse:
         mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts, sharing(checkpoint.division))
     else:
-        gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
-        mlp = GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
+        mlp = take_mlp(checkpoint, f"{name}.mlp", hidden, inner)
     return PreNormLayer(
         input_norm=_take_norm(config, checkpoint, f"{name}.input_layernorm"),
         attention=take_attention(config, checkpoint, f"{name}.self_attn", sharing(checkpoint.division)),

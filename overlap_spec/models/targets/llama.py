@@ -24,9 +24,9 @@ from overlap_spec.models.loading.parts import (
     finish,
     rotated_head,
     take_embedding,
-    take_gate_up,
     take_head,
     take_linear,
+    take_mlp,
     take_qkv,
     with_kv_scales,
 )
@@ -245,11 +245,7 @@ LoadMLP = Callable[[LlamaConfig, Weights, int], MLP]  # takes the MLP of a layer
 
 def load_dense_mlp(config: LlamaConfig, checkpoint: Weights, index: int) -> GatedMLP:
     """Take the MLP of a layer."""
-    mlp, hidden, inner = f"layers.{index}.mlp", config.hidden_size, config.intermediate_size
-    return GatedMLP(
-        take_gate_up(checkpoint, mlp, hidden, inner, config.mlp_bias),
-        take_linear(checkpoint, {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
-    )
+    return take_mlp(checkpoint, f"layers.{index}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
 def load_llama(config: LlamaConfig, checkpoint: Weights, load_mlp: LoadMLP = load_dense_mlp) -> DecoderWeights:

@@ -1,22 +1,13 @@
 """MiMo-V2-Flash (arXiv:2601.02780): layers with a window, whose heads have sinks, and full layers in turn; experts
 scored by a sigmoid and chosen with a correction, but in layers that stay dense.
 
-Both kinds of layers have heads of their own (keys of `swa_` in the config), values have fewer columns than keys and are
-scaled, and a third of a head is rotated. Facts: transformers 5.17, models/mimo_v2_flash; sglang,
-python/sglang/srt/models/mimo_v2_flash.py, commit 0a41b3bf99b058546df836907a9876724feb205e, for the names below.
+Both kinds of layers have heads of their own (keys of `swa_` in the config), values have fewer columns than keys
+(`NarrowHeads`) and are scaled, and a third of a head is rotated. Facts: transformers 5.17, models/mimo_v2_flash;
+sglang, python/sglang/srt/models/mimo_v2_flash.py, commit 0a41b3bf99b058546df836907a9876724feb205e, for the names below.
 
     self_attn.{q, k, v, o}_proj, self_attn.attention_sink_bias [n] (`sinks` as transformers writes it)
     mlp.gate, mlp.experts and dense layers as elsewhere (`mixture.py`)
     mtp.layers.i.*, which draft (`mtp_layouts.py`)
-
-**Narrow heads.** A cache holds one size of heads for all layers of a model, and K as large as V. So a head of keys and
-values is stored as often as the layer has fewer of them than the others, and values are filled up with zeros:
-
-    the linear gives    k0 k1        v0 v1          2 heads, where other layers have 4
-    the cache has       k0 k0 k1 k1  v0. v0. v1. v1.
-
-A query finds in its copy what it would find in the one head, and the columns that were filled up are left out of what
-it found.
 """
 
 from collections.abc import Mapping
@@ -24,18 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.decoder import Attend, PreNormLayer, SelfAttention
-from overlap_spec.models.layers.linear import AnyLinear
-from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.decoder import NarrowAttention, NarrowHeads, NarrowHeadsLinear, PreNormLayer
+from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
+from overlap_spec.models.loading.parts import rotated_head, take_linear, take_mlp, with_kv_scales
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama import load_norm
 from overlap_spec.models.targets.mixture import (
@@ -47,60 +35,12 @@ from overlap_spec.models.targets.mixture import (
     take_mixture,
 )
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
-from overlap_spec.models.work import ForwardWork
 
 PREFIX = {FULL: "", SLIDING: "swa_"}  # of keys that each kind of layer has
 SINKS = {FULL: ("add_full_attention_sink_bias", False), SLIDING: ("add_swa_attention_sink_bias", True)}
 THETA = {FULL: 5e6, SLIDING: 1e4}  # where the config does not say, as are the next
 HEAD_DIM, VALUE_DIM, ROTATED, VALUE_SCALE, WINDOW, EPS = 192, 128, 0.334, 0.707, 128, 1e-5
 EVERY = 6  # the first layer and every sixth one are full
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowHeads:
-    """The heads of keys and values that a layer's linear gives."""
-
-    num_kv_heads: int  # the cache has a multiple
-    value_dim: int  # columns of a value; the cache has as many as a key has
-    value_scale: float = 1.0  # factor of values
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowHeadsLinear:
-    """`Projection` of a layer with narrow heads."""
-
-    qkv: AnyLinear  # [n d + k (d + dv), H], of k heads
-    heads: NarrowHeads
-    shape: AttentionShape  # as the cache has it
-
-    @property
-    def work(self) -> ForwardWork:
-        """What it reads and computes."""
-        return self.qkv.work
-
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
-        shape, heads, projected = self.shape, self.heads, self.qkv(x)
-        dim, values = shape.head_dim, heads.num_kv_heads * heads.value_dim
-        keys = heads.num_kv_heads * dim
-        q, k, v = projected.split((shape.num_heads * dim, keys, values), dim=1)
-        filled = F.pad(v.unflatten(1, (-1, heads.value_dim)) * heads.value_scale, (0, dim - heads.value_dim))
-        copies = shape.num_kv_heads // heads.num_kv_heads
-        both = torch.stack((k.unflatten(1, (-1, dim)), filled), dim=1)
-        return torch.cat((q, both.repeat_interleave(copies, dim=2).flatten(1)), dim=1)
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowAttention(SelfAttention):
-    """`Attention` of a layer with narrow heads."""
-
-    value_dim: int  # dv; the second linear is [H, n dv]
-
-    def attended(self, x: Normed, attend: Attend) -> Tensor:
-        """Shapes: [T, H] -> [R, n dv]."""
-        found = attend(self.qkv(x))
-        by_head = found.view(len(found), self.shape.num_heads, -1)
-        return by_head[:, :, : self.value_dim].flatten(1)
 
 
 @dataclass(frozen=True)
@@ -184,9 +124,7 @@ def _read_kinds(reader: ConfigReader) -> dict[str, LayerKind]:
 
 def _rope(reader: ConfigReader, kind: str) -> RopeConfig:
     values, key = reader.values, f"{PREFIX[kind]}rope_theta"
-    scaling, given = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
-    if not set(given) <= set(PREFIX) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise CheckpointError(f"{reader.origin}: rope_parameters must be objects for {FULL!r} and {SLIDING!r}")
+    scaling, given = values.get("rope_scaling") or {}, reader.ropes_by_kind()
     parameters = {
         "rope_type": scaling.get("type") or "default",
         "rope_theta": values.get(key) or THETA[kind],
@@ -194,9 +132,7 @@ def _rope(reader: ConfigReader, kind: str) -> RopeConfig:
         **scaling,
         **given.get(kind, {}),
     }
-    positions = values.get("max_position_embeddings")
-    found = {"rope_parameters": parameters, "max_position_embeddings": positions}
-    return RopeConfig.from_hf(found, reader.size("head_dim", HEAD_DIM), reader.origin, part=1.0)
+    return reader.rope(parameters, reader.size("head_dim", HEAD_DIM), part=1.0)
 
 
 def load(config: MimoV2Config, checkpoint: Weights) -> DecoderWeights:
@@ -215,8 +151,7 @@ def load_layer(config: MimoV2Config, checkpoint: Weights, index: int, kind: str,
     if sparse:
         mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts)
     else:
-        gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
-        mlp = GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
+        mlp = take_mlp(checkpoint, f"{name}.mlp", hidden, inner)
     return PreNormLayer(
         input_norm=load_norm(config, checkpoint, f"{name}.input_layernorm"),
         attention=_take_attention(config, checkpoint, f"{name}.self_attn", config.kinds[kind]),

@@ -29,10 +29,10 @@ from overlap_spec.models.layers.experts import (
     Router,
     SeparateExperts,
     StackedExperts,
+    separated,
 )
-from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
-from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.layers.norm import Norm, wide_dtype
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.division import Part, both_halves, dividing, equal_part, sharing
@@ -92,19 +92,22 @@ class MixtureConfig(OfDecoder):
 
 
 def read_sizes(
-    reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool, scores: Sequence[str] = ("softmax",)
+    reader: ConfigReader,
+    num_experts: str,
+    inner_size: str,
+    normalised: bool,
+    scores: Sequence[str] = ("softmax",),
+    top_k: str = "num_experts_per_tok",
 ) -> ExpertSizes:
-    """`num_experts`, `inner_size`: their keys. `scores`: functions that the config may name, the first by default.
+    """`num_experts`, `inner_size`, `top_k`: keys. `scores`: functions that the config may name, the first by default.
 
     Raises: CheckpointError naming file and key.
     """
     reader.refuse_unless("scoring_func", *scores)
-    count, top_k = reader.size(num_experts), reader.size("num_experts_per_tok")
-    if top_k > count:
-        raise CheckpointError(
-            f"{reader.origin}: num_experts_per_tok: found {top_k}, expected at most {num_experts} {count}"
-        )
-    return ExpertSizes(count, top_k, reader.size(inner_size), normalised)
+    count, chosen = reader.size(num_experts), reader.size(top_k)
+    if chosen > count:
+        raise CheckpointError(f"{reader.origin}: {top_k}: found {chosen}, expected at most {num_experts} {count}")
+    return ExpertSizes(count, chosen, reader.size(inner_size), normalised)
 
 
 def read_grouped(
@@ -181,7 +184,8 @@ def take_mixture(
     is_fused = any(f"{fused}.experts.{part}" in checkpoint for part in ("gate_up_proj", "down_proj"))
     prefix = fused if is_fused else f"{layer}.{names.prefix}"
     require_parts(checkpoint, f"{prefix}.experts", sizes, rank)
-    router = _take_router(checkpoint, f"{prefix}.gate", hidden_size, sizes)
+    gate = f"{prefix}.gate"
+    router = take_router(checkpoint, gate, hidden_size, sizes, f"{gate}.e_score_correction_bias")
     own = replace(sizes, inner_size=sizes.inner_size // rank.ranks)
     parts = _fused_parts(rank, sizes.inner_size) if is_fused else _linear_parts(rank, names, sizes.inner_size)
     shared_name = f"{layer}.{names.prefix}.{names.shared}"
@@ -190,20 +194,20 @@ def take_mixture(
     with dividing(checkpoint, rank, parts, of_experts=True):
         if capability_of(checkpoint.forms.device) is None:
             take = _split if is_fused else _take_each
-            experts = SeparateExperts(tuple(take(checkpoint, prefix, names, hidden_size, own)))
+            experts = take(checkpoint, prefix, names, hidden_size, own)
         else:
             stack = _take_fused if is_fused else partial(_stack, common=common)
             experts = stack(checkpoint, prefix, names, hidden_size, own)
-    shared, gate, inner = None, None, sizes.shared_size
+    shared, share, inner = None, None, sizes.shared_size
     if inner and names.shared_gate is not None:
-        gate = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
+        share = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
     if common is not None:
         assert isinstance(experts, StackedExperts)
-        experts = replace(experts, common=Common(experts.down.shape[0] - 1, gate))
+        experts = replace(experts, common=Common(experts.down.shape[0] - 1, share))
     elif inner:
         with dividing(checkpoint, rank, _linear_parts(rank, names, inner), of_experts=True):
             shared = _take_expert(checkpoint, shared_name, names, hidden_size, inner // rank.ranks)
-        shared = shared if gate is None else GatedExpert(shared.gate_up, shared.down, gate)
+        shared = shared if share is None else GatedExpert(shared.gate_up, shared.down, share)
     return MixtureMLP(router, experts, rank.communicator, shared)
 
 
@@ -228,22 +232,25 @@ def _fused_parts(rank: Rank, inner: int) -> dict[str, Part]:
     return {"gate_up_proj": both_halves(rank, inner, dim=1), "down_proj": equal_part(rank, inner, dim=2)}
 
 
-def _take_router(checkpoint: Weights, gate: str, hidden: int, sizes: ExpertSizes) -> Router:
-    """The correction is never rounded: what it tells apart may be closer than 16 bits."""
+def take_router(checkpoint: Weights, gate: str, hidden: int, sizes: ExpertSizes, correction: str) -> Router:
+    """`correction`: its name. It is never rounded: what it tells apart may be closer than 16 bits."""
     weight = take_matrix(checkpoint, gate, (sizes.num_experts, hidden))
     choice: Choice = MostProbable(sizes.top_k, sizes.normalised)
     if sizes.grouping is not None:
-        wide = torch.float64 if checkpoint.forms.dtype == torch.float64 else torch.float32
-        name, shape = f"{gate}.e_score_correction_bias", (sizes.num_experts,)
-        correction = checkpoint.take(name, shape, wide) if sizes.corrected else None
-        choice = BestOfGroups(sizes.top_k, sizes.normalised, sizes.grouping, correction)
+        wide, shape = wide_dtype(checkpoint.forms.dtype), (sizes.num_experts,)
+        added = checkpoint.take(correction, shape, wide) if sizes.corrected else None
+        choice = BestOfGroups(sizes.top_k, sizes.normalised, sizes.grouping, added)
     return Router(weight, choice)
 
 
-def _take_each(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
+def _take_each(
+    checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes
+) -> SeparateExperts:
     """Experts whose linears have names of their own, in any format of linears."""
     experts = (f"{prefix}.experts.{index}" for index in range(sizes.num_experts))
-    return [_take_expert(checkpoint, expert, names, hidden, sizes.inner_size) for expert in experts]
+    return SeparateExperts(
+        tuple(_take_expert(checkpoint, expert, names, hidden, sizes.inner_size) for expert in experts)
+    )
 
 
 def _take_expert(checkpoint: Weights, expert: str, names: ExpertNames, hidden: int, inner: int) -> GatedMLP:
@@ -271,9 +278,8 @@ def _take_fused(
     return StackedExperts(*_fused_matrices(checkpoint, prefix, hidden, sizes))
 
 
-def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
-    pairs = zip(*_fused_matrices(checkpoint, prefix, hidden, sizes), strict=True)
-    return [GatedMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in pairs]
+def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> SeparateExperts:
+    return separated(*_fused_matrices(checkpoint, prefix, hidden, sizes))
 
 
 def _stack(

@@ -9,16 +9,15 @@ from typing import Any
 
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PostNormLayer, SelfAttention
-from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import NoNorm, QueryKeyNormLinear, RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import (
     finish,
     take_embedding,
-    take_gate_up,
     take_head,
     take_linear,
+    take_mlp,
     take_qkv,
     with_kv_scales,
 )
@@ -65,10 +64,7 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PostN
         attention=SelfAttention(qkv, take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, sizes[0]), shape),
         attention_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
         mlp_norm=NO_NORM,
-        mlp=GatedMLP(
-            take_gate_up(checkpoint, f"{name}.mlp", hidden, inner),
-            take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner),
-        ),
+        mlp=take_mlp(checkpoint, f"{name}.mlp", hidden, inner),
         output_norm=_load_norm(config, checkpoint, f"{name}.post_feedforward_layernorm", hidden),
     )
 

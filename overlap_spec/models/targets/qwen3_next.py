@@ -31,11 +31,18 @@ from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attention, GatedAttention, PreNormLayer
 from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, RecurrentLayer
 from overlap_spec.models.layers.linear import AnyLinear
-from overlap_spec.models.layers.mlp import MLP, GatedMLP
-from overlap_spec.models.layers.norm import HeadNormLinear, WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.mlp import MLP
+from overlap_spec.models.layers.norm import HeadNormLinear, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
+from overlap_spec.models.loading.parts import (
+    rotated_head,
+    take_linear,
+    take_mlp,
+    take_raised_head_norms,
+    take_raised_norm,
+    with_kv_scales,
+)
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_mixtures import sparse_layers
@@ -153,25 +160,20 @@ def load(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
     kinds = enumerate(zip(config.attends, config.sparse, strict=True))
     layers = (load_layer(config, checkpoint, index, attends, sparse) for index, (attends, sparse) in kinds)
-    return load_by_layer(config, checkpoint, layers, load_norm(config, checkpoint, "norm", config.hidden_size))
-
-
-def load_norm(config: HybridConfig, checkpoint: Weights, name: str, size: int) -> WideRMSNorm:
-    """Take a norm, which is stored as what is added to one."""
-    weight = checkpoint.take(f"{name}.weight", (size,))
-    return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), config.rms_norm_eps)
+    norm = take_raised_norm(checkpoint, "norm", config.hidden_size, config.rms_norm_eps)
+    return load_by_layer(config, checkpoint, layers, norm)
 
 
 def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: bool, sparse: bool) -> PreNormLayer:
     """Take one layer, which attends or recurs. `sparse`: it has experts."""
-    name, hidden = f"layers.{index}", config.hidden_size
+    name, sizes = f"layers.{index}", (config.hidden_size, config.rms_norm_eps)
     own = refuse_other_kind(checkpoint, name, attends, ("linear_attn", "self_attn"), FULL if attends else RECURS)
     take = _take_attention if attends else _take_delta
     attention: Attention = take(config, checkpoint, own)
     return PreNormLayer(
-        input_norm=load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
+        input_norm=take_raised_norm(checkpoint, f"{name}.input_layernorm", *sizes),
         attention=attention,
-        mlp_norm=load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
+        mlp_norm=take_raised_norm(checkpoint, f"{name}.post_attention_layernorm", *sizes),
         mlp=_take_mlp(config, checkpoint, name, sparse),
     )
 
@@ -194,8 +196,7 @@ def _take_mlp(config: HybridConfig, checkpoint: Weights, name: str, sparse: bool
     hidden, inner = config.hidden_size, config.decoder.intermediate_size
     if sparse:
         return take_mixture(checkpoint, name, NAMES, hidden, config.experts)
-    gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
-    return GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
+    return take_mlp(checkpoint, f"{name}.mlp", hidden, inner)
 
 
 def _take_attention(config: HybridConfig, checkpoint: Weights, name: str) -> GatedAttention:
@@ -203,10 +204,8 @@ def _take_attention(config: HybridConfig, checkpoint: Weights, name: str) -> Gat
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     named = {f"{name}.q_proj": 2 * queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
     whole = take_linear(checkpoint, named, hidden, config.attention_bias, _gates_first(shape))
-    norms = [load_norm(config, checkpoint, f"{name}.{part}_norm", shape.head_dim) for part in "qk"]
-    order = rotated_head(shape).to(norms[0].weight.device)
-    query, key = (norm.weight[order] for norm in norms)
-    projection = HeadNormLinear(whole, query, key, shape.num_kv_heads, config.rms_norm_eps, queries)
+    query, key = take_raised_head_norms(checkpoint, name, shape, config.rms_norm_eps)
+    projection = HeadNormLinear(whole, query.weight, key.weight, shape.num_kv_heads, config.rms_norm_eps, queries)
     output = take_linear(checkpoint, {f"{name}.o_proj": hidden}, queries, config.attention_bias)
     return GatedAttention(projection, output, shape, None)
 

@@ -1,11 +1,12 @@
 """Reads the numbers of a config.json, and refuses by name what is not supported, before any weight is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
+from overlap_spec.models.layers.rope import RopeConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` calls layers with a window and without
 
@@ -128,6 +129,34 @@ class ConfigReader:
         if not isinstance(found, list | tuple) or len(found) != num_layers or not all(each in words for each in found):
             raise CheckpointError(f"{self.origin}: {key} must be {num_layers} times {words[0]!r} or {words[1]!r}")
         return tuple(each == words[1] for each in found)
+
+    def listed(
+        self, key: str, count: int, absent: Sequence[Any] | None = None, entries: Sequence[object] = ()
+    ) -> Sequence[Any]:
+        """A list with an entry for each layer, of which `count` are read. `entries`: what they may be; (): anything.
+
+        `absent`: what is read where the config has null, or no such key; None: it must have the list.
+        """
+        given = self.values.get(key)
+        found = absent if given is None else given
+        is_list = isinstance(found, list | tuple) and len(found) >= count
+        if found is None or not is_list or (entries and not all(each in entries for each in found)):
+            what = " or ".join(map(repr, entries)) or "an entry"
+            raise CheckpointError(f"{self.origin}: {key} must have {what} for each of {count} layers, found {found!r}")
+        return found[:count]
+
+    def ropes_by_kind(self) -> Mapping[str, Mapping[str, Any]]:
+        """`rope_parameters` of layers that are `FULL` and `SLIDING`, as transformers 5 writes them; else nothing."""
+        given = self.values.get("rope_parameters") or {}
+        if not set(given) <= {FULL, SLIDING} or not all(isinstance(each, Mapping) for each in given.values()):
+            raise CheckpointError(f"{self.origin}: rope_parameters must be objects for {FULL!r} and {SLIDING!r}")
+        return given
+
+    def rope(self, parameters: Mapping[str, Any], head_dim: int, part: float | None = None) -> RopeConfig:
+        """By parameters that are not where the config of one kind of layers has them. `part`: see `from_hf`."""
+        positions = self.values.get("max_position_embeddings")
+        found = {"rope_parameters": parameters, "max_position_embeddings": positions}
+        return RopeConfig.from_hf(found, head_dim, self.origin, part)
 
     def refuse_unless(self, key: str, *supported: object) -> None:
         """`supported`: values that the key may have, the first of them where the config does not say."""

@@ -25,11 +25,12 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.models.drafts.mtp import MtpLayersHead
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import AttentionShape
+from overlap_spec.models.layers.decoder import NarrowHeads, NarrowHeadsLinear
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.targets import mimo_v2_flash
-from overlap_spec.models.targets.mimo_v2_flash import MimoV2Config, NarrowHeads, NarrowHeadsLinear
+from overlap_spec.models.targets.mimo_v2_flash import MimoV2Config
 from overlap_spec.models.targets.reading import FULL, SLIDING
 
 F64 = torch.float64

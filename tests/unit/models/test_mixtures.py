@@ -67,6 +67,18 @@ def test_logits_are_those_of_transformers_from_the_same_files(family: str, fused
     torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_stretched_positions_turn_a_part_of_a_head(kind: str, tmp_path: Path) -> None:
+    """The prompt is longer than what positions were trained for."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0}
+    if kind == "llama3":
+        rope |= {"original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    path = write_checkpoint(tmp_path, random_checkpoint("glm 4.5", rope_parameters=rope))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:

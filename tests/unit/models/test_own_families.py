@@ -34,7 +34,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
     (GEMMA, {"attention_bias": True}, "attention_bias True is not supported; expected False"),
     (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive integer, found 0"),
-    (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be given for 'full_attention' and"),
+    (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be objects for 'full_attention' and"),
     (GEMMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
     (GEMMA, {"layer_types": ["full_attention"]}, "layer_types must be 2 times"),
     (OLMO, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),

@@ -114,6 +114,12 @@ def test_layers_are_as_they_are_listed() -> None:
     assert target.kv_shape == KVShape(4, 2, 16)
 
 
+def test_a_list_has_an_entry_for_each_layer() -> None:
+    with pytest.raises(CheckpointError, match=r"swiglu_limits must have an entry for each of 2 layers, found \[7\.0\]"):
+        read(swiglu_limits=[7.0])
+    assert read(swiglu_limits=[7.0, 0.0, None]).kinds[0].expert_limit == 7.0
+
+
 def test_layers_with_experts_may_be_a_list() -> None:
     assert read(moe_layers_enum=[1]).sparse == read(moe_layers_enum=" 1 ").sparse == (False, True)
 
