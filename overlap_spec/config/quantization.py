@@ -66,13 +66,17 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     activations: Activations = Activations.UNQUANTISED
     scale: str = "weight_scale"  # the end of the name of a weight's scale
     zero_offset: int = 0  # added to stored zero points (GPTQ's first version stores one less)
-    ignore: tuple[str, ...] = ()  # linears in 16 bits: names, or patterns after `re:`
+    targets: tuple[str, ...] = ()  # linears in this format: names, or patterns after `re:`; (): all but those ignored
+    ignore: tuple[str, ...] = ()  # linears in 16 bits, likewise
     by_part: bool = False  # an ignored name may be any part of a linear's name
     kv_cache: KvCacheScheme | None = None
 
-    def covers(self, name: str) -> bool:
-        """Whether the linear is quantised, by its canonical name (`layers.0.mlp.down_proj`)."""
-        return not any(_matches(pattern, name, self.by_part) for pattern in self.ignore)
+    def covers(self, *names: str) -> bool:
+        """Whether a linear is quantised, by its names: the canonical one (`layers.0.mlp.down_proj`), those in files."""
+        return (not self.targets or self._names(self.targets, names)) and not self._names(self.ignore, names)
+
+    def _names(self, patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
+        return any(_matches(pattern, name, self.by_part) for pattern in patterns for name in names)
 
     def __str__(self) -> str:
         shared = {

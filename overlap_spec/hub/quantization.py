@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from overlap_spec.config.quantization import (
     FP8,
     Activations,
@@ -28,6 +30,8 @@ from overlap_spec.errors import CheckpointError
 
 GROUPS = (32, 64, 128)
 PATTERN = "re:"  # before a regular expression among names
+LINEARS = "Linear"  # among names, all linears
+TARGET = re.compile(rf"{LINEARS}$|lm_head$|{PATTERN}|[^.]+\.")  # other names are classes of modules
 ALL_BUT_EXPERTS = rf"{PATTERN}(?!.*\.experts\b)"
 UNQUANTISED = "unquant"  # the value of --speculative-draft-model-quantization that reads a draft in 16 bits
 WHILE_LOADING = QuantizationScheme(name=FP8, stored=Stored.PLAIN, bits=8, granularity=Granularity.CHANNEL)
@@ -252,15 +256,27 @@ def _compressed_tensors(config: Section) -> QuantizationScheme:
     sparsity = config.of("sparsity_config")
     sparsity.expect("format", "dense")
     groups = config.of("config_groups")
-    if len(groups.values) != 1:
-        raise config.refuse("config_groups", "one group, for all linears")
-    group = groups.of(next(iter(groups.values)))
-    if list(group.values.get("targets") or ()) != ["Linear"]:
-        raise group.refuse("targets", "['Linear'], with the linears in 16 bits under ignore")
-    reader = COMPRESSED.get(str(group.values.get("format") or config.values.get("format")))
+    found = [_of_group(config, groups.of(name)) for name in groups.values]
+    if not found:
+        raise config.refuse("config_groups", "a group of linears")
+    first = found[0]
+    for name, other in zip(groups.values, found, strict=True):
+        if replace(other, targets=first.targets, activations=first.activations) != first:
+            raise CheckpointError(f"{groups.origin}: {name}: found {other}, expected the first group's {first}")
+    targets = [target for each in found for target in each.targets]
+    return replace(first, targets=() if LINEARS in targets else tuple(targets))
+
+
+def _of_group(config: Section, group: Section) -> QuantizationScheme:
+    """The format of some linears. A target is a class of modules, of which one is known, a name or a pattern."""
+    targets = group.names("targets")
+    if not targets or not all(TARGET.match(each) for each in targets):
+        raise group.refuse("targets", f"{LINEARS!r}, names of linears, or patterns after {PATTERN!r}")
+    of_format = group if group.values.get("format") else config
+    reader = COMPRESSED.get(str(of_format.values.get("format")))
     if reader is None:
-        raise config.refuse("format", " or ".join(map(repr, COMPRESSED)))
-    return reader(config, group)
+        raise of_format.refuse("format", " or ".join(map(repr, COMPRESSED)))
+    return replace(reader(config, group), targets=targets)
 
 
 def _float_quantized(config: Section, group: Section) -> QuantizationScheme:

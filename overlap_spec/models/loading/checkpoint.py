@@ -196,7 +196,7 @@ class Checkpoint:
     def covers(self, name: str) -> bool:
         """Whether a linear has the format `scheme`, by its names here and in the file."""
         stored = self._names.get(f"{name}.weight", name).removesuffix(".weight")
-        return self.scheme is not None and self.scheme.covers(name) and self.scheme.covers(stored)
+        return self.scheme is not None and self.scheme.covers(name, stored)
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """A weight, in the model's dtype, or in `dtype`, on its device.

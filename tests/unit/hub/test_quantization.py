@@ -27,6 +27,16 @@ def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None
     } | more
 
 
+def group_of(weights: dict[str, Any], targets: list[str], kind: str | None = None) -> dict[str, Any]:
+    return {"a": {"targets": targets, "weights": weights, "input_activations": None, "format": kind}}
+
+
+def grouped(kind: str, weights: dict[str, Any], *targets: list[str]) -> dict[str, Any]:
+    """Groups of one format."""
+    groups = {f"group_{index}": group_of(weights, each)["a"] for index, each in enumerate(targets)}
+    return compressed(kind, weights) | {"config_groups": groups}
+
+
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
 TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 INT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "actorder": None}
@@ -166,11 +176,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "5 bits": (compressed("pack-quantized", INT | {"num_bits": 5}), "weights: num_bits 5"),
     "act order of groups": (compressed("pack-quantized", INT | {"actorder": "group"}), "actorder 'group'"),
-    "parts of a model": (
-        compressed("pack-quantized", INT) | {"config_groups": {"a": {"targets": ["re:.*mlp.*"]}}},
-        "targets",
+    "no groups": (compressed("pack-quantized", INT) | {"config_groups": {}}, "expected a group of linears"),
+    "a group of nothing": (compressed("pack-quantized", INT) | {"config_groups": {"a": {}}}, "a: targets None is not"),
+    "a class of modules": (
+        grouped("pack-quantized", INT, ["Linear"], ["LlamaAttention"]),
+        r"config_groups: group_1: targets \['LlamaAttention'\] is not supported; expected 'Linear', names of linears",
     ),
-    "two groups": (compressed("pack-quantized", INT) | {"config_groups": {"a": {}, "b": {}}}, "one group"),
+    "a target that is no pattern": (
+        grouped("pack-quantized", INT, ["re:("]),
+        "targets: 're:.' is no regular expression",
+    ),
+    "two formats": (
+        grouped("pack-quantized", INT, ["re:.*self_attn.*"])
+        | {
+            "config_groups": {
+                **group_of(INT, ["re:.*mlp.*"]),
+                "b": group_of(INT | {"group_size": 32}, ["lm_head"])["a"],
+            }
+        },
+        "config_groups: b: found compressed-tensors int4 weights, groups of 32; .*the first group's .*, groups of 128;",
+    ),
+    "fp8 and nvfp4": (
+        compressed("mixed-precision", INT)
+        | {
+            "config_groups": {
+                **group_of(FLOAT, ["re:.*self_attn.*"], "float-quantized"),
+                "b": group_of(FLOAT4, ["re:.*mlp.*"], "nvfp4-pack-quantized")["a"],
+            }
+        },
+        "config_groups: b: found compressed-tensors nvfp4 weights, .*expected the first group's fp8",
+    ),
     "bad pattern": (compressed("pack-quantized", INT, ignore=["re:("]), "no regular expression"),
     "no names": (BLOCKS | {"modules_to_not_convert": "lm_head"}, "a list of names"),
 }
@@ -195,6 +230,32 @@ def test_linears_that_stay_in_16_bits() -> None:
     assert by_part is not None
     assert not by_part.covers("layers.0.self_attn.q_proj") and not by_part.covers("layers.1.mlp.up_proj")
     assert by_part.covers("layers.11.mlp.up_proj")
+
+
+def test_groups_of_one_format_name_their_linears() -> None:
+    experts = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
+    found = scheme(grouped("pack-quantized", INT, [experts], ["model.layers.1.self_attn.q_proj", "re:.*mtp.*"]))
+    assert found is not None and found.stored is Stored.PACKED
+    assert all(map(found.covers, ("layers.3.mlp.experts.7.up_proj", "layers.1.self_attn.q_proj", "mtp.layers.0.fc")))
+    kept = ("layers.0.self_attn.q_proj", "layers.11.self_attn.q_proj", "layers.3.mlp.gate", "lm_head")
+    assert not any(map(found.covers, kept))
+    ignoring = scheme(grouped("pack-quantized", INT, [experts]) | {"ignore": ["re:.*layers.3.*"]})
+    assert ignoring is not None and ignoring.covers("layers.2.mlp.experts.7.up_proj")
+    assert not ignoring.covers("layers.3.mlp.experts.7.up_proj")
+    assert scheme(grouped("pack-quantized", INT, [experts], ["Linear"])) == scheme(compressed("pack-quantized", INT))
+
+
+def test_a_target_may_be_named_as_in_the_file() -> None:
+    found = scheme(grouped("pack-quantized", INT, ["re:model.language_model.layers.*mlp"]))
+    assert found is not None and found.covers("layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj")
+    assert not found.covers("layers.0.mlp.up_proj") and not found.covers("layers.0.fc", "model.layers.0.mlp.fc")
+
+
+def test_what_activations_were_calibrated_for_may_differ() -> None:
+    groups = group_of(FLOAT4, ["re:.*self_attn.*"])
+    groups["b"] = groups["a"] | {"targets": ["re:.*mlp.*"], "input_activations": FLOAT4 | {"dynamic": "local"}}
+    found = scheme(compressed("nvfp4-pack-quantized", FLOAT4) | {"config_groups": groups})
+    assert found is not None and found.stored is Stored.NVFP4_PACKED and found.covers("layers.0.mlp.up_proj")
 
 
 def test_rules_of_gptq_leave_linears_out() -> None:

@@ -306,6 +306,19 @@ def test_experts_in_few_bits_on_a_gpu(
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
 
 
+def test_groups_of_linears_are_those_that_are_in_few_bits(tmp_path: Path) -> None:
+    """Experts in two groups of one format; attention, which no group names, in 16 bits or more."""
+    stored, meant = quantised(tiny_target(3, **TINY_FAMILIES["qwen3 moe"] | SIZES), "fp8 by row", ("self_attn",))
+    given = stored.config["quantization_config"]
+    group = given["config_groups"]["group_0"]
+    targets = [r"re:.*\.experts\.\d+\.(gate|up)_proj$", r"re:.*mlp.*up_proj$"], [r"re:.*mlp\..*(down|gate)_proj$"]
+    groups = {f"group_{index}": group | {"targets": each} for index, each in enumerate(targets)}
+    config = stored.config | {"quantization_config": given | {"config_groups": groups, "ignore": []}}
+    found = loaded(write_checkpoint(tmp_path / "stored", replace(stored, config=config)), torch.float64)
+    expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
+    torch.testing.assert_close(logits_of(found, torch.float64), expected, atol=1e-9, rtol=0)
+
+
 def test_a_shared_expert_in_16_bits_stays_apart(tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, meant = quantised(
         tiny_target(3, **TINY_FAMILIES["qwen3 next"] | IN_RUNS["qwen3 next"]), "fp8 by block", ("shared_expert.",)
