@@ -13,7 +13,6 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, rows_of
 
-SPREAD_TESTS = 64  # over which it is averaged how much requests differ
 CHANCE = 8  # right guesses, as frequent as those of all, that are added to those of the requests that are left
 
 
@@ -21,8 +20,10 @@ class TokenEstimate(Protocol):
     """Tokens that a slot commits in a step of each width, while steps are `now` wide. Indices stand for widths."""
 
     def believed(self, now: int, behind: float = 0.0) -> list[float]: ...
+
     def hoped(self, now: int) -> list[float]: ...
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None: ...
+
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None: ...
 
 
 class WidthPolicy:
@@ -46,8 +47,8 @@ class WidthPolicy:
         """Whether guesses are looked up after that step; after wide ones they must be. Asked once, if self-drafting."""
         return True
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
-        """Learn from a settled decode step. The draft was `asked` for so many guesses, or 0. See `BatchWidths`."""
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
+        """Learn from a settled decode step. The draft was `asked` for so many guesses, or 0. `share`: see `_share`."""
 
     def timed(self, batch_size: int, width: int, drafts: bool, seconds: float) -> None:
         """Learn from the time of a decode step that followed another one of its kind, as `drafts` said."""
@@ -61,7 +62,7 @@ class BatchWidths:
         self.tokens: TokenEstimate | None = None  # a feature's that knows more of windows than their columns
         self._limits = limits
         self._chose = False  # whether the last width is the policy's
-        self._known, self._spread = list[Request](), 0.0  # of the last step that the policy learnt from
+        self._known: list[Request] = []  # of the last step that the policy learnt from
         self._settled: tuple[int, bool] | None = None  # width and draft of the last step, if that only decoded
 
     def choose(self, queues: RequestQueues, narrowing: int = 0) -> int:
@@ -100,8 +101,7 @@ class BatchWidths:
         if rows := [row for row, each in enumerate(requests) if result.tokens[row] and not each.is_limited]:
             num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
             own = result if len(rows) == len(requests) else rows_of(result, rows)
-            left = [requests[row] for row in rows]
-            self.policy.observe(own, num_asked, self._share(left), self._spread_of(left, own))
+            self.policy.observe(own, num_asked, self._share([requests[row] for row in rows]))
 
     def _share(self, requests: list[Request]) -> float:
         """Guesses accepted in a step for those that are left when others end, over those for all, where it was less."""
@@ -113,18 +113,11 @@ class BatchWidths:
         expected = steps * (many - of_all) / max(of_all, 1)  # a prompt gives one token, and every step another
         return min((few - steps + CHANCE) / (expected + CHANCE), 1.0)
 
-    def _spread_of(self, requests: list[Request], result: StepResult) -> float:
-        """Variance over squared mean of their right guesses: how many more those have that are ahead, not by chance."""
-        if right := sum(map(len, result.tokens)) - len(requests):
-            count, ahead = len(requests), [len(each.tokens) - each.prompt_len for each in requests]
-            mean, guessed = sum(ahead) / count, sum(ahead) - sum([each.verify_steps for each in requests])
-            more = sum([(len(run) - 1) * (each - mean) for run, each in zip(result.tokens, ahead, strict=True)])
-            more *= count / (right * max(guessed, 1))  # about 0 if they come one after another: all are as far
-            self._spread += (min(max(more, -2.0), 2.0) - self._spread) * count / (count + SPREAD_TESTS)
-        return max(self._spread, 0.0)
-
     def timed(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from the time of a settled step, which has the draft of the step before in it: both are of one kind."""
+        """Learn from the time of a settled step, or of a part of one.
+
+        From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
+        """
         alone = not plan.chunks and result.is_typical
         kind, seconds = (plan.width, plan.drafts) if alone else None, result.gpu_time + result.gpu_gap
         if kind is not None and kind == self._settled and seconds > 0:

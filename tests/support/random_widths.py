@@ -36,5 +36,5 @@ class RandomWidths(WidthPolicy):
             self._drafts = not self._drafts
         return self._drafts or self._last > 1
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         assert all(len(run) <= proposed + 1 for run, proposed in zip(result.tokens, result.num_proposed, strict=True))

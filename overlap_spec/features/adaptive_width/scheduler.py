@@ -1,15 +1,21 @@
 """How wide decode steps are: the width that commits the most tokens per second, down to 1, which is plain decoding.
 
-What a step of each width commits (`TokensByWidth`) and takes (`StepSeconds`) is learnt. The slowest request counts (of
-two dozen it ends 5 to 14% later than the mean), and of those that differ the harmonic mean: some wait for the others.
+What a step of each width commits (`TokensByWidth`) and takes (`StepSeconds`) is learnt. What counts is the slowest of
+the requests that run: of two dozen it ends 5 to 14% later than the mean.
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
 draft, it is tried for a few steps; so are plain steps, if they would be with MISTAKEN times less time than was measured
 and have not run for LOST_STEPS. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
-lose. A width that has lost is left alone for LOST_STEPS steps, twice as many the next time unless it has been taken.
+lose; it keeps no more than steps cost that take DEAREST times those of now. A width that has lost is left alone for
+LOST_STEPS steps, twice as many the next time unless it has been taken since. A class without results begins with the
+width that is the fastest with a fair draft and cannot lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
+
+**Rules**: a `--speculative-adaptive-config` file means what it means in SGLang. Between the candidates of a rule lie
+borders, which its hysteresis moves, and a moving average of the guesses accepted per slot tells which of them is next.
+At 0 draft steps, where nothing is measured, the next one is a probe.
 """
 
 import math
@@ -51,9 +57,10 @@ class TokensByWidth:
         columns       root      1                 2, 3                     4, 5, 6, 7
         committed     1   +     g1       +        g2          +            g3
 
-    A g is how many guesses of these columns a slot that tested them has had accepted. If the last, or those of the
-    requests that are left, differ by more than chance, those before are forgotten. While it is not tested it fades; of
-    the width of now it has the benefit of the doubt. Guesses of a chain without tests are believed to be like others.
+    A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. If the
+    last of these, or those of the requests that are left, differ by more than chance, those before are forgotten. While
+    it is not tested it fades; of the width of now it has the benefit of the doubt. Guesses of a chain that no step has
+    tested are believed to be like those before.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -62,7 +69,7 @@ class TokensByWidth:
         self._group_of = [i for i, group in enumerate(groups) for _ in group]  # each column
         self._gains = [sum(FIRST_RATE**column for column in group) for group in groups]
         self._hoped = [sum(HOPED_RATE**column for column in group) for group in groups]
-        self._spread, self._recent = 0.0, list(self._gains)
+        self._recent = list(self._gains)
         # means of a slot's accepted guesses of a group, of their square, and the same of all that are no wider
         self._means = [[g, g, n - 1, (n - 1) * n] for g, n in zip(self._gains, accumulate(self._gains), strict=True)]
         self._tests = [FIRST_TESTS] * len(groups)
@@ -78,16 +85,15 @@ class TokensByWidth:
             gains[known + 1 :] = [hoped * share**DOUBTED for hoped in self._hoped[known + 1 :]]
         for i in range(1, now + 1):
             gains[i] += DOUBT * self._fresh[i] * _deviation(self._means[i][:2]) / math.sqrt(self._tests[i])
-        means = [count - self._spread * (count - 1) ** 2 / count for count in accumulate(gains)]  # harmonic
-        return [count - behind * _deviation(self._means[i][2:]) for i, count in enumerate(means)]
+        return [count - behind * _deviation(self._means[i][2:]) for i, count in enumerate(accumulate(gains))]
 
     def hoped(self, now: int) -> list[float]:
         """The same if the draft were good beyond `now`."""
         return list(accumulate([*self._gains[: now + 1], *self._hoped[now + 1 :]]))
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         """Take in a settled decode step. A slot that has none of the guesses that were `asked` for had wrong ones."""
-        self._spread, self._recent = spread, [gain * share for gain in self._recent]
+        self._recent = [gain * share for gain in self._recent]
         trees = find(result.extensions, TreePaths)
         self._is_chain = trees is None
         paths: Iterable[int | tuple[int, ...]]  # of a chain, one beyond its last column
@@ -129,9 +135,10 @@ def size_class(batch_size: int) -> int:
 class StepSeconds:
     """How long steps of each kind take: widths, by index, and one without a draft.
 
-    A step takes what was measured at start, and an excess that each kind learns, for each class of batch sizes. What
-    makes a wide step slow is not held against a narrower one. A wider one that was never timed is believed to exceed
-    its cost as the next narrower one does. What makes it fast, text whose rows share experts, is believed of all.
+    A step takes what was measured at start, and an excess that each kind learns from its own steps, for each class of
+    batch sizes. What makes a wide step slow is not held against a narrower one: that is timed before the wide one is
+    too slow. A wider one that was never timed is believed to exceed its cost as the next narrower one does. What makes
+    it fast, text whose rows share experts, is believed of all, in proportion.
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
@@ -175,7 +182,7 @@ def _carried(excess: float, cost: float, other: float) -> float:
 
 
 class RuledSteps:
-    """One rule of a `--speculative-adaptive-config` file, as in SGLang. Candidates ascend, and borders are between."""
+    """One rule at work. Candidates are ascending."""
 
     def __init__(self, rule: WidthRule) -> None:
         self.rule, self.steps = rule, rule.initial_steps
@@ -300,8 +307,8 @@ class MeasuredWidth(WidthPolicy):
             self._saved = max(self._saved - (self._planned[0] if self._looks else -LOOKED_UP), -MOST_OWED)
         return self._looks
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
-        self.tokens.observe(result, asked, share, spread)
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
+        self.tokens.observe(result, asked, share)
         if self._first:
             gained = sum(map(len, result.tokens)) / len(result.tokens) - 1
             self._saved = min(self._saved + gained * self._planned[1], MOST_SAVED)
@@ -355,7 +362,7 @@ class RuledWidth(WidthPolicy):
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._rule_for(batch_size).steps + 1
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
         accepted = sum(map(len, result.tokens)) / num_slots - 1
         self._rule_for(num_slots).observe(accepted if had_guesses else None)

@@ -154,7 +154,7 @@ class MatchedWidth(WidthPolicy):
     def after_prompts(self, batch_size: int) -> int:
         return super().choose(batch_size)
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         found = find(result.extensions, GuessReport)
         self._matched = found is not None and any(level > 0 for level in found.levels)
 
@@ -175,7 +175,7 @@ class MatchedTokens:
 
     hoped = believed
 
-    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0, spread: float = 0.0) -> None:
+    def observe(self, result: StepResult, asked: int = 0, share: float = 1.0) -> None:
         found, trees = find(result.extensions, GuessReport), find(result.extensions, TreePaths)
         facts = [[0] * len(result.tokens)] * 3 if found is None else [found.levels, found.strengths, found.next_columns]
         paths = [range(1, len(run)) for run in result.tokens] if trees is None else trees.paths

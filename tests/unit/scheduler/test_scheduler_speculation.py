@@ -1,7 +1,5 @@
 """Requests that limit their speculation, as the scheduler sees them; and a draft that is never right."""
 
-import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -70,7 +68,7 @@ def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
-    measured(bench).observe = lambda result, asked, share, spread: seen.append(result)
+    measured(bench).observe = lambda result, asked, share: seen.append(result)
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)
 
@@ -80,7 +78,7 @@ def test_what_is_learnt_becomes_that_of_the_requests_that_are_left() -> None:
     """Of eight one has no guess accepted. It is left alone, and its steps are believed to be like its own."""
     bench = Bench(READY)
     shares: list[float] = []
-    measured(bench).observe = lambda result, asked, share, spread: shares.append(share)
+    measured(bench).observe = lambda result, asked, share: shares.append(share)
     widths = bench.scheduler.planner.widths
 
     def settle(*running: Request) -> None:
@@ -108,62 +106,3 @@ def test_what_is_learnt_becomes_that_of_the_requests_that_are_left() -> None:
     settle(*all_)
     settle(all_[0])
     assert shares == pytest.approx([1.0, 8 / (8 + 448 * 672 / (8 * 448))], abs=0.001), "plain steps tell nothing"
-
-
-class Told:
-    """What a policy is told of how much requests differ, while `guesses` says how many each has right in a step."""
-
-    def __init__(self, num_requests: int, guesses: Callable[[int], int]) -> None:
-        bench, root = Bench(READY), Node(None, b"", [], Share("", 0.0))
-        self.spreads: list[float] = []
-        measured(bench).observe = lambda result, asked, share, spread: self.spreads.append(spread)
-        self.widths, self.guesses = bench.scheduler.planner.widths, guesses
-        self.requests = [Request(make_admit(uid, [1] * 200, 2000), root) for uid in range(num_requests)]
-        for request in self.requests:
-            request.tokens.append(5)
-
-    def run(self, num_steps: int) -> float:
-        for _ in range(num_steps):
-            runs = [[5] * (1 + self.guesses(uid)) for uid in range(len(self.requests))]
-            self.widths.observe(self.requests, StepResult(0, runs, [3] * len(runs), 0.0))
-            for request, tokens in zip(self.requests, runs, strict=True):
-                request.tokens.extend(tokens)
-                request.verify_steps += 1
-        return self.spreads[-1]
-
-
-@LEARNS
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_differ_if_those_that_were_right_are_right_again(seed: int) -> None:
-    rng = random.Random(seed)
-    assert Told(100, lambda uid: 3 * (uid % 2)).run(5) > 0.8, "half of them have no guess right"
-    assert Told(104, lambda uid: 2 * (uid % 8 > 0)).run(20) == pytest.approx(1 / 7, abs=0.03), "and one of eight"
-    for num_requests in (8, 100):
-        told = Told(num_requests, lambda uid: int(rng.random() < 0.3))
-        told.run(40)
-        assert sum(told.spreads[8:]) / 32 < 0.15, "chance makes no difference"
-    assert Told(1, lambda uid: int(rng.random() < 0.3)).run(40) == 0.0
-
-
-@LEARNS
-def test_requests_that_come_one_after_another_do_not_differ_for_wide_steps() -> None:
-    """Those without guesses stay longer. All have got as far, on average, and wide steps pay by the mean."""
-    told = Told(64, lambda uid: uid % 2)
-    for uid, request in enumerate(told.requests):
-        request.tokens.extend([5] * (4 * (uid // 2)))
-        request.verify_steps = 4 * (uid // 2) // (1 + uid % 2)
-    assert told.run(4) < 0.1
-    for request in told.requests[::2]:
-        request.tokens.extend([5] * 400)
-        request.verify_steps += 400
-    assert told.run(8) == 0.0, "nor if those without guesses are ahead"
-
-
-@LEARNS
-def test_a_step_after_many_plain_ones_tells_little_of_how_requests_differ() -> None:
-    told = Told(8, lambda uid: int(uid == 7))
-    told.requests[7].tokens.extend([5] * 1000)
-    told.requests[7].verify_steps = 1000
-    assert 0.0 < told.run(1) <= 2 * 8 / 72
-    told.guesses = lambda uid: 0
-    assert told.run(20) == told.spreads[0], "and plain steps nothing"

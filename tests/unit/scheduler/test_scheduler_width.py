@@ -163,14 +163,6 @@ def test_the_slowest_of_many_has_fewer_tokens_by_what_slots_differ() -> None:
     assert accepted.believed(2)[1] > mean[1], "narrower ones have the benefit of the doubt, too"
 
 
-def test_a_width_is_worth_the_harmonic_mean_of_requests_that_differ() -> None:
-    """Half of them have one token in every step, the others four: answers of both take as long as with 1.6 in all."""
-    accepted = TokensByWidth((1, 2, 4))
-    for _ in range(50):
-        accepted.observe(StepResult(0, [[1]] * 10 + [[1, 2, 3, 4]] * 10, [3] * 20, 0.0), spread=1.0)
-    assert accepted.believed(0) == pytest.approx([1, 4 / 3, 1.6], abs=0.02)
-
-
 def test_what_guesses_were_is_forgotten_once_they_are_others() -> None:
     """As many tests as are kept say one thing. A quarter as many that say another are believed; chance is not."""
     accepted = TokensByWidth((1, 2))

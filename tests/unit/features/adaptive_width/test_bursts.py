@@ -96,14 +96,6 @@ def test_an_answer_without_guesses_is_not_held_up_after_the_others_have_ended(nu
     assert engine.call(num_requests, 256) / plain_speeds((num_requests, 256))[0] > least
 
 
-@pytest.mark.parametrize("num_requests", [32, pytest.param(100, marks=pytest.mark.slow)])
-def test_half_of_the_requests_are_not_slowed_down_for_the_others(num_requests: int) -> None:
-    """0.89 and 0.95 of plain decoding if widths go by the mean, with answers of the others hardly sooner."""
-    engine = WidthsEngine(2.5)
-    engine.drafts = dict.fromkeys(range(0, num_requests, 2), Synthetic(1.0, LEVELS[2.5]))
-    assert engine.call(num_requests, 256) / plain_speeds((num_requests, 256))[0] > 0.965
-
-
 def test_numbers_that_were_asked_for_are_kept() -> None:
     engine = WidthsEngine(2.5)
     engine.scheduler.planner.widths.policy = WidthPolicy(8)
