@@ -4,6 +4,7 @@ With `--matrix FILE` the outcome of each cell is written, from which docs/correc
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,6 +57,10 @@ READS_ALL = msgspec.structs.replace(
 )
 SAMPLE = "EAGLE3", 2  # whose cells other tiers compare with one prompt each
 CELLS = [*product(COLUMNS, DEPTHS)]
+OWN_LAYER = "NEXTN in DeepSeek's layout"  # no column: of a target that is published with such a layer
+CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", OWN_LAYER)
+OTHER_TARGETS = [*product(["qwen3 moe"], COLUMNS, DEPTHS), *product(["glm 4.5"], [OWN_LAYER], DEPTHS)]
+OTHER_TARGETS += [("qwen3 next", column, DEPTHS[index % 2]) for index, column in enumerate(CHAINS)]
 Cases = dict[str, tuple[Case, ...]]
 Replies = dict[str, list[Any]]  # by parameter, case by case, prompt by prompt
 Note = Callable[[str, str, int, str], None]  # parameter, column, depth, what the cell says
@@ -96,8 +101,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 def config_of(column: str, depth: int) -> RingConfig:
-    """A ring of several slots."""
-    method, topk = COLUMNS[column]
+    """A ring of several slots. `column`: one of the matrix, or a method."""
+    method, topk = COLUMNS.get(column, (column, 1))
     num_steps, method = (0, "EAGLE3") if method == "NONE" else (3, method)
     shape = {"num_slots": 8, "num_pages": 400, "max_len": 200}
     return RingConfig(grammars=True, method=method, num_steps=num_steps, topk=topk, depth=depth, **shape)
@@ -126,13 +131,18 @@ def test_replies_are_plain_decodings(
     assert not wrong, wrong
 
 
+@functools.cache
+def plain_of(family: str, codec: TextCodec) -> Replies:
+    """`plain`, of another target."""
+    return comparable(replies_of(codec, replace(PLAIN, family=family)))
+
+
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_replies_of_a_mixture_with_a_layer_of_its_own_are_plain_decodings(codec: TextCodec, depth: int) -> None:
-    config = replace(config_of("EAGLE3", depth), method="NEXTN in DeepSeek's layout", family="glm 4.5")
-    found, plain = (comparable(replies_of(codec, each)) for each in (config, replace(PLAIN, family="glm 4.5")))
-    assert not (wrong := differing(found, plain)), wrong
+@pytest.mark.parametrize(("family", "column", "depth"), OTHER_TARGETS)
+def test_replies_of_other_targets_are_plain_decodings(codec: TextCodec, family: str, column: str, depth: int) -> None:
+    """Of a mixture with every method, of one with a layer of its own, and of one whose layers recur with chains."""
+    config = replace(config_of(column, depth), family=family)
+    assert not (wrong := differing(comparable(replies_of(codec, config)), plain_of(family, codec))), wrong
 
 
 @pytest.mark.full
@@ -146,15 +156,20 @@ def test_replies_of_ranks_are_plain_decodings_of_the_whole_model(
 
 
 @pytest.mark.slow
-def test_a_case_of_every_parameter_over_ranks_is_plain_decodings_of_the_whole_model(codec: TextCodec) -> None:
-    """The last one, where the tests below take the first."""
+@pytest.mark.parametrize("changes", [{"ranks": 2}, {"family": "qwen3 moe"}], ids=["ranks", "mixture"])
+def test_a_case_of_every_parameter_is_plain_decodings_of_the_whole_model(
+    codec: TextCodec, changes: dict[str, Any]
+) -> None:
+    """Over ranks, and of a mixture. The last case, where the tests below take the first."""
     cases = {name: of[-1:] for name, of in CASES.items()}
-    assert_a_prompt_of_each_is_plain_decodings(codec, cases, ranks=2)
+    assert_a_prompt_of_each_is_plain_decodings(codec, cases, **changes)
 
 
-def assert_a_prompt_of_each_is_plain_decodings(codec: TextCodec, cases: Cases, ranks: int = 1) -> None:
-    sample = replace(config_of(*SAMPLE), ranks=ranks)
-    both = (replies_of(codec, config, cases, most_prompts=1) for config in (sample, PLAIN))
+def assert_a_prompt_of_each_is_plain_decodings(codec: TextCodec, cases: Cases, **changes: Any) -> None:
+    sample = replace(config_of(*SAMPLE), **changes)
+    both = (
+        replies_of(codec, config, cases, most_prompts=1) for config in (sample, replace(PLAIN, family=sample.family))
+    )
     found, plain = map(comparable, both)
     assert found.keys() == cases.keys() and not (wrong := differing(found, plain)), wrong
 
