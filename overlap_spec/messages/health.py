@@ -130,6 +130,7 @@ class Stats(Message, frozen=True):
     max_snapshot_bytes: int = 0
     snapshot_lookups_total: int = 0  # requests, each time that one has got a slot and begins
     snapshot_hits_total: int = 0  # of these, those that went on from a snapshot
+    recomputed_tokens_total: int = 0  # of output, in one order of sums: by steps of their own, as they were drawn
     adapt: AdaptFigures | None = None  # None: the draft stays as it is
     draft_updates_total: int = 0  # heads that were written over the draft by hand
 

@@ -150,6 +150,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.not_finite_total,
     ),
     ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
+    ("recomputed_tokens", "Output that one order of sums computed again.", lambda s: s.recomputed_tokens_total),
     ("spec_draft_updates", "Heads that were written over the draft by hand.", lambda s: s.draft_updates_total),
     ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
     ("steps", "Steps of the engine.", lambda s: s.steps_total),

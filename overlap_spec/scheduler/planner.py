@@ -214,7 +214,7 @@ class Planner:
         return self.limits.drawn_apart and request.planned_len >= request.prompt_len
 
     def _chunk(self, request: Request, end: int) -> ChunkWork:
-        start, completes = request.planned_len, end == request.target
+        start, completes, drawn = request.planned_len, end == request.target, self._is_drawn(request)
         states = self._queues.memory.states
         restored = states.restore(request) if start == request.cached_len else -1
         if request.cached_tokens < 0:
@@ -229,7 +229,7 @@ class Planner:
         next_token = -1 if completes else request.tokens[end]
         packed = request.tokens[start:end].tobytes()
         rows_out, snapshot = request.rows_out(start, end), states.take(request, end)
-        drawn = self.limits.drawn_apart and start >= request.prompt_len
+        self.counters.recomputed_tokens += (end - start) * drawn
         return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot, drawn)
 
     # --- decode ---------------------------------------------------------------------------------------------

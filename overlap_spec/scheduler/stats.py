@@ -41,6 +41,7 @@ class Counters:
     requests: int = 0
     aborted: int = 0
     preempted: int = 0
+    recomputed_tokens: int = 0  # of output, where one order of sums takes them token by token (`Limits.drawn_apart`)
     not_finite: int = 0  # requests that ended because the target could draw no token
     computed_again: int = 0  # .. that went on without guesses, because those may have been the reason
     steps: int = 0
@@ -235,6 +236,7 @@ class Reporter:
             requests_total=counters.requests,
             aborted_total=counters.aborted,
             preempted_total=counters.preempted,
+            recomputed_tokens_total=counters.recomputed_tokens,
             steps_total=counters.steps,
             accepted_per_position_total=counters.accepted_per_position,
             step_efficiency=self._reported.efficiency(),

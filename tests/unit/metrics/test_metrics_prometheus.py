@@ -27,6 +27,7 @@ STATS = Stats(
     num_steps=3,
     draft_is_dead=True,
     preempted_total=4,
+    recomputed_tokens_total=70,
     accepted_per_position_total=(150, 80, 30),
 )
 
@@ -64,6 +65,7 @@ def test_every_figure_of_the_engine() -> None:
         "overlap_spec:num_requests_total": 12,
         "overlap_spec:num_aborted_requests_total": 1,
         "overlap_spec:num_retracted_requests_total": 4,
+        "overlap_spec:recomputed_tokens_total": 70,
         "overlap_spec:spec_verify_calls_total": 200,
         "vllm:spec_decode_num_drafts_total": 190,
         "vllm:spec_decode_num_draft_tokens_total": 600,

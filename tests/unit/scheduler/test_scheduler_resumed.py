@@ -69,6 +69,7 @@ def test_output_is_computed_again_in_steps_of_its_own(beside: bool) -> None:
             assert chunk.drawn or end == length or end % 8 == 0, "a prompt is cut elsewhere"
             drawn[length] += (end - chunk.start) * chunk.drawn
     assert drawn == {13: 30, 21: 0, 5: 40, 9: 7, 40: 3, 30: 0}
+    assert bench.scheduler.reporter.snapshot().recomputed_tokens_total == 80
 
 
 @pytest.mark.slow_but_every(2)
