@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, StateRows
-from overlap_spec.models.layers.gated_delta import RecurrentShape, recur
+from overlap_spec.models.layers.recurrent import RecurrentShape, recur
 from overlap_spec.models.recurrent_state import LayerState, RecurrentState, StateShape
 
 WIDTH, SLOTS = 4, 5

@@ -42,12 +42,12 @@ from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.loading import parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.quantized import take_matrix
-from overlap_spec.models.targets import latent, llama, mimo_v2_flash, mixture, qwen3_next, step3p5
+from overlap_spec.models.targets import hybrid, latent, llama, mimo_v2_flash, mixture, step3p5
+from overlap_spec.models.targets.hybrid import HybridConfig
 from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.models.targets.mimo_v2_flash import MimoV2Config
 from overlap_spec.models.targets.mixture import MixtureConfig
-from overlap_spec.models.targets.qwen3_next import HybridConfig
 from overlap_spec.models.targets.reading import SLIDING
 from overlap_spec.models.targets.step3p5 import Step35Config
 from overlap_spec.models.work import count_bytes, total_work
@@ -291,7 +291,7 @@ def _load_inner(config: LayerConfig, layout: MtpLayout, checkpoint: Weights, ind
     if isinstance(config, Step35Config):
         return step3p5.load_layer(config, checkpoint, index, config.num_layers + index)
     if isinstance(config, HybridConfig):
-        return qwen3_next.load_layer(config, checkpoint, index, attends=True, sparse=config.experts.num_experts > 0)
+        return hybrid.load_layer(config, checkpoint, index, attends=True, sparse=config.experts.num_experts > 0)
     if isinstance(config, MimoV2Config):
         return mimo_v2_flash.load_layer(config, checkpoint, index, SLIDING, sparse=False)
     if isinstance(config, LatentConfig):

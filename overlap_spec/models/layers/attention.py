@@ -309,7 +309,7 @@ class PagedAttention:
         return is_own and takes_windows(rows.max_rows, shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
     def recurred(self, index: int, projected: Tensor, gates: Tensor | None, rows: RowBatch) -> Tensor:
-        """What rows find in a layer that recurs (`gated_delta.py`); here is none."""
+        """What rows find in a layer that recurs (`recurrent.py`); here is none."""
         raise AssertionError("no layer recurs")
 
     def __call__(

@@ -38,8 +38,8 @@ from overlap_spec.models.loading.sources import DraftSource, ignore_progress, op
 from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
 from overlap_spec.models.targets.divided import divided, refuse_undivided
+from overlap_spec.models.targets.hybrid import HybridConfig
 from overlap_spec.models.targets.latent import LatentConfig
-from overlap_spec.models.targets.qwen3_next import HybridConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:

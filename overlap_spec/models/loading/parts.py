@@ -7,6 +7,7 @@ Some checkpoints have scales of cached keys and values for each layer. They belo
 with a broken one is broken.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 
+log = logging.getLogger(__name__)
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
 
@@ -194,6 +196,14 @@ def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
     biases = _stacked([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
     is_known = not biases.is_meta and all(f"{name}.bias" in checkpoint for name in sizes)
     return None if is_known and not biases.any() else biases
+
+
+def skip_but_text(checkpoint: Weights, others: tuple[str, ...]) -> None:
+    """Skip tensors of vision and audio, whose canonical names begin with one of `others`."""
+    found = [name for name in checkpoint.names() if name.startswith(others)]
+    if found:
+        log.info("%s: %d tensors of vision and audio are skipped: requests are text", checkpoint.origin, len(found))
+        checkpoint.skip(*found)
 
 
 def finish(checkpoint: Weights) -> None:

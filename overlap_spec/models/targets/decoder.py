@@ -15,11 +15,11 @@ from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, Atten
 from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding, LayerInputs
 from overlap_spec.models.layers.experts import ExpertReads, MixtureMLP
-from overlap_spec.models.layers.gated_delta import RecurrentShape, recurred
 from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.layers.recurrent import RecurrentShape, recurred
 from overlap_spec.models.recurrent_state import LayerState
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
 

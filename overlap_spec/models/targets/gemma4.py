@@ -17,7 +17,6 @@ Facts: transformers 5.17, models/gemma4/modeling_gemma4.py. Names there, which a
     post_feedforward_layernorm_{1, 2}, pre_feedforward_layernorm_2
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from overlap_spec.models.layers.rope import PROPORTIONAL, RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import (
     finish,
+    skip_but_text,
     take_embedding,
     take_head,
     take_linear,
@@ -50,8 +50,6 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 NOT_TEXT = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.")
 OF_KEYS = tuple(f"self_attn.{part}" for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,22 +81,22 @@ def read_config(config: Mapping[str, Any], origin: str) -> Gemma4Config:
         shapes[index] = replace(shapes[index], reads=source)
     wide = 2 if config.get("use_double_wide_mlp") else 1
     inner, cap = reader.size("intermediate_size"), config.get("final_logit_softcapping")
-    token_size = (
-        0
-        if config.get("hidden_size_per_layer_input", 1) is None
-        else reader.count("hidden_size_per_layer_input", TOKEN_SIZE)
-    )
+    token_size, experts = 0, None
+    if config.get("hidden_size_per_layer_input", 1) is not None:
+        token_size = reader.count("hidden_size_per_layer_input", TOKEN_SIZE)
     if token_size and reader.size("vocab_size_per_layer_input", reader.size("vocab_size")) != reader.size("vocab_size"):
         raise CheckpointError(
             f"{origin}: vocab_size_per_layer_input: found {config['vocab_size_per_layer_input']}, expected vocab_size"
             f" {config['vocab_size']}"
         )
+    if config.get("enable_moe_block"):
+        experts = read_sizes(reader, "num_experts", "moe_intermediate_size", normalised=True, top_k="top_k_experts")
     return Gemma4Config(
         decoder=reader.decoder(tuple(shapes), tied=True),
         inner=tuple(inner * (wide if shape.reads is not None else 1) for shape in shapes),
         keys_are_values=bool(config.get("attention_k_eq_v")),
         token_size=token_size,
-        experts=_experts(reader) if config.get("enable_moe_block") else None,
+        experts=experts,
         cap=None if cap is None else float(cap),
     )
 
@@ -135,10 +133,6 @@ def _rope(reader: ConfigReader, kind: str, dim: int) -> RopeConfig:
     return reader.rope(reader.ropes_by_kind().get(kind) or ROPES[kind], dim)
 
 
-def _experts(reader: ConfigReader) -> ExpertSizes:
-    return read_sizes(reader, "num_experts", "moe_intermediate_size", normalised=True, top_k="top_k_experts")
-
-
 def load(config: Gemma4Config, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -158,7 +152,7 @@ def load(config: Gemma4Config, checkpoint: Weights) -> DecoderWeights:
         layers.append(_load_layer(config, checkpoint, index, None if source is None else layers[source]))
     norm = take_norm(config.decoder, checkpoint, "norm", hidden)
     head = take_head(checkpoint, embedding, config.decoder.tie_word_embeddings)
-    _skip_others(checkpoint)
+    skip_but_text(checkpoint, NOT_TEXT)
     finish(checkpoint)
     return DecoderWeights(
         embedding, tuple(layers), norm, head if config.cap is None else CappedHead(head, config.cap), by_layer
@@ -169,13 +163,6 @@ def _scaled(embedding: Embedding, size: int) -> Embedding:
     """By the root of a row's size, rounded to the model's type."""
     scale = torch.tensor(size**0.5, dtype=torch.float32)
     return embedding.scaled(float(scale.to(embedding.dtype)))
-
-
-def _skip_others(checkpoint: Weights) -> None:
-    others = [name for name in checkpoint.names() if name.startswith(NOT_TEXT)]
-    if others:
-        log.info("%s: %d tensors of vision and audio are skipped: requests are text", checkpoint.origin, len(others))
-        checkpoint.skip(*others)
 
 
 def _load_layer(config: Gemma4Config, checkpoint: Weights, index: int, source: ScaledLayer | None) -> ScaledLayer:

@@ -1,4 +1,4 @@
-"""Granite 4, dense and with experts: Mamba-2 layers (`mamba2.py`) and a few that attend, most without positions.
+"""Granite 4, dense and with experts: Mamba-2 layers (`recurrent.py`) and a few that attend, most without positions.
 
 Embedding, scores, what layers add and logits are multiplied by numbers of the config. Beside the experts of a layer
 there is an MLP that all rows have; dense models have that alone. Facts: transformers 5.17, models/granitemoehybrid.
@@ -20,19 +20,18 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attention, PostNormLayer, SelfAttention
 from overlap_spec.models.layers.experts import Experts, MixtureMLP, MostProbable, Router, StackedExperts, separated
-from overlap_spec.models.layers.gated_delta import RecurrentLayer
 from overlap_spec.models.layers.linear import DividedLogits
-from overlap_spec.models.layers.mamba2 import GatedRowNorm, Mamba2Shape
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm, Scaled, wide_dtype
+from overlap_spec.models.layers.recurrent import GatedRowNorm, Mamba2Shape, RecurrentLayer
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import take_linear, take_qkv, with_kv_scales
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.hybrid import NO_EXPERTS, HybridConfig, read_dtype, refuse_other_kind
 from overlap_spec.models.targets.mixture import load_by_layer, read_sizes, refuse_format
-from overlap_spec.models.targets.qwen3_next import NO_EXPERTS, HybridConfig, read_dtype, refuse_other_kind
 from overlap_spec.models.targets.reading import FULL, ConfigReader
 
 RECURS, ATTENDS = "mamba", "attention"  # what `layer_types` calls layers

@@ -16,8 +16,14 @@ from overlap_spec_kernels.recurrent.gated_delta import (
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, StateRows
-from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, RecurrentShape, recurred
-from overlap_spec.models.layers.mamba2 import GatedRowNorm, Mamba2Shape
+from overlap_spec.models.layers.recurrent import (
+    DeltaShape,
+    GatedHeadNorm,
+    GatedRowNorm,
+    Mamba2Shape,
+    RecurrentShape,
+    recurred,
+)
 from overlap_spec.models.recurrent_state import LayerState
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL, WIDTH, SLOTS = 4, 2, 7, 5, 4, 4, 5

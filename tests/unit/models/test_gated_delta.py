@@ -8,7 +8,7 @@ import torch
 from support.recurrent_rows import SLOTS, WIDTH, decoded, prompts, rows_of, state_of, windows
 
 from overlap_spec.models.interfaces import RowsRead
-from overlap_spec.models.layers.gated_delta import (
+from overlap_spec.models.layers.recurrent import (
     CHUNK,
     DeltaShape,
     GatedHeadNorm,

@@ -21,7 +21,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import RowsRead
 from overlap_spec.models.kv_cache import KVShape
-from overlap_spec.models.layers.mamba2 import Mamba2Shape
+from overlap_spec.models.layers.recurrent import Mamba2Shape
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets import granite_hybrid

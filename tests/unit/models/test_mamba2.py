@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from support.recurrent_rows import decoded, prompts, rows_of, state_of, windows
 from torch import Tensor
 
-from overlap_spec.models.layers.gated_delta import recur, recurred
-from overlap_spec.models.layers.mamba2 import GatedRowNorm, Mamba2Shape
+from overlap_spec.models.layers.recurrent import GatedRowNorm, Mamba2Shape, recur, recurred
 from overlap_spec.models.recurrent_state import RecurrentState, StateShape
 
 F64, CPU = torch.float64, torch.device("cpu")

@@ -62,7 +62,7 @@ def test_logits_are_those_of_transformers_from_published_files(
     with caplog.at_level(logging.INFO):
         found = logits_of(loaded(path))
     torch.testing.assert_close(found, transformers_logits(checkpoint), atol=1e-4, rtol=0)
-    assert "4 tensors of model.visual are not read: only text is served" in caplog.text
+    assert "4 tensors of vision and audio are skipped: requests are text" in caplog.text
 
 
 def test_int4_files_leave_out_what_their_rules_name(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import RowBatch, StateRows
 from overlap_spec.models.kv_cache import KVShape
-from overlap_spec.models.layers.gated_delta import RecurrentLayer
+from overlap_spec.models.layers.recurrent import RecurrentLayer
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets import qwen3_next
-from overlap_spec.models.targets.qwen3_next import HybridConfig
+from overlap_spec.models.targets.hybrid import HybridConfig
 from overlap_spec.speculative.rows import concatenated
 
 F64 = torch.float64

@@ -1,18 +1,21 @@
-"""Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464): a layer that recurs in the place of attention.
+"""Layers that recur in the place of attention: Gated DeltaNet and Mamba-2.
 
-    x --> q, k, v: short causal convolution over the last K tokens, SiLU; q and k of length 1, then q / sqrt(dk)
-    x --> of each head a decay a = exp(-A softplus(. + dt)) and a rate b = sigmoid(.)
-    S <-- a S + k (b (v - (a S)^T k))^T      S [dk, dv] of a head: what it remembers
-    out = S^T q, normalised by head, gated by SiLU(z), then a linear
+    x --> q, k, v: short causal convolution over the last K tokens, SiLU
+    x --> of each head a decay a and a rate b
+    S <-- a S + k u^T                        S [dk, dv] of a head: what it remembers
+    out = S^T q, normalised, gated by SiLU(z), then a linear
+
+    Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464): q and k have length 1, then q / sqrt(dk)
+        a = exp(-A softplus(. + dt)), b = sigmoid(.), u = b (v - (a S)^T k)
+    Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): C, B and x are its q, k and v; D v is added to what is found
+        b = softplus(. + dt), a = exp(-A b), u = b v: nothing of what k finds is taken away
 
 Windows of decode take the recurrence token by token; how rejected ones leave no trace is told in `recurrent_state.py`.
-Prompts take its form by chunks (section 3.3 of the paper), which multiplies matrices. Chunks end at multiples of 64
-positions, so a prompt that is cut at such places keeps its bits.
+Prompts take its form by chunks (section 3.3 of the first paper, 6 of the second, which solves no system), which
+multiplies matrices. Chunks end at multiples of 64 positions, so a prompt that is cut at such places keeps its bits.
 
 **Order of sums.** A window of any width, in any batch, must have the bits of plain decoding. So sums over dk are added
 up in halves, by operations on single elements, each of which is rounded as it is alone.
-
-What does not depend on the rule of learning is `RecurrentShape`'s, and another layer's, too (`mamba2.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -69,6 +72,15 @@ class GatedHeadNorm:
         wide, size = self.weight.dtype, len(self.weight)
         normed = F.rms_norm(x.to(wide).view(len(x), -1, size), (size,), self.weight, self.eps).flatten(1)
         return (normed * silu(gate.to(wide))).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRowNorm(GatedHeadNorm):
+    """The norm of a row that was multiplied by SiLU of its gate, over all heads; its weight is [n dv]."""
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = self.weight.dtype
+        return F.rms_norm(x.to(wide) * silu(gate.to(wide)), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 NO_NORM = GatedHeadNorm(torch.empty(0), 0.0)
@@ -183,6 +195,28 @@ class DeltaShape(RecurrentShape):
         target = rate * (v - since * (k @ memory))
         added: Tensor = torch.linalg.solve_triangular(products, target, upper=False, unitriangular=True)
         return added
+
+
+@dataclass(frozen=True)
+class Mamba2Shape(RecurrentShape):
+    """Mamba-2's: the one gate of a head is its step, which is the rate at which it learns, too."""
+
+    num_products: ClassVar[int] = 2
+
+    def of_tokens(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> TokenRows:
+        copies = self.num_heads // self.num_key_heads
+        step = softplus(gates + self.offset)
+        log_decay = -self.steepness * step
+        q, k = (part.repeat_interleave(copies, dim=2) for part in (q, k))
+        return TokenRows(q, k, v, log_decay, log_decay.exp(), step)
+
+    def added(self, decayed: Tensor, token: TokenRows) -> Tensor:
+        return token.v * token.rate[..., None]
+
+    def added_in_chunk(
+        self, memory: Tensor, since: Tensor, k: Tensor, v: Tensor, rate: Tensor, between: Tensor
+    ) -> Tensor:
+        return rate * v
 
 
 def _convolved(history: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> Tensor:
