@@ -214,6 +214,7 @@ def beside(seed: int, given: argparse.Namespace) -> dict[str, Any]:
                 time.sleep(given.rest if name == "learns" else 0.0)
                 windows += each.run(given.turn, True)
             found[name] = told(services[name], each, chats, windows)
+            print(f"beside/{seed}", name, json.dumps(found[name]), flush=True)  # a part may be cut off
         return found
 
 

@@ -3,8 +3,8 @@
     chosen -> backlog -> first run --no control is due--------------> judged
                              `-----> control, at another batch size --^
 
-A control is due for every 16th request, for all of them until the noise of batch shapes is known, and wherever a margin
-exceeds it. A difference is a *fault* if its margin exceeds the noise in both runs, else a *near-tie*.
+A control is due for one request in 16, by its number; for all of them until the noise of batch shapes is known; and
+wherever a margin exceeds it. A difference is a *fault* if its margin exceeds the noise in both runs, else a *near-tie*.
 """
 
 import hashlib
@@ -212,7 +212,7 @@ class Auditor:
     def _wants_control(self, transcript: Transcript, run: Run) -> bool:
         if not run.drawn:
             return False
-        if not self._noise.is_measured or self._figures.requests % CONTROL_EVERY == 0:
+        if not self._noise.is_measured or transcript.admit.uid % CONTROL_EVERY == 0:
             return True
         bound = self._noise.bound
         pairs = zip(transcript.output[run.first :], run.drawn, run.margins, strict=False)

@@ -75,9 +75,9 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """One that has had the first request, which is always run twice."""
+    """One that has had a request with a control."""
     bench = Bench(tmp_path / "faults.jsonl")
-    bench.run(1, {}, {})
+    bench.run(CONTROL_EVERY, {}, {})
     return bench
 
 
@@ -98,7 +98,7 @@ def test_a_margin_beyond_the_noise_in_both_runs_is_a_fault(bench: Bench) -> None
 def test_where_all_bits_are_promised_any_other_token_is_a_fault(tmp_path: Path, margin: float) -> None:
     """Whatever the second run says, and however close the logits are."""
     bench = Bench(tmp_path / "faults.jsonl", exact=True)
-    bench.run(1, {}, {})
+    bench.run(CONTROL_EVERY, {}, {})
     bench.run(2, {1: margin}, *([{}] if margin else []))
     (fault,) = bench.auditor.report().recent
     assert bench.counts == (0, 1) and (fault.position, fault.bound) == (3 + 1, 0.0)
@@ -144,11 +144,20 @@ def test_a_forbidden_token_has_no_margin(bench: Bench) -> None:
 
 
 def test_every_16th_request_has_a_control(bench: Bench) -> None:
-    for uid in range(2, 2 * CONTROL_EVERY + 2):
-        bench.run(uid, *({} for _ in range(1 if (uid - 1) % CONTROL_EVERY else 2)))
+    for uid in range(1, 2 * CONTROL_EVERY + 1):
+        bench.run(uid, *({} for _ in range(1 if uid % CONTROL_EVERY else 2)))
     figures = bench.auditor.report().figures
     assert figures.requests == 2 * CONTROL_EVERY + 1 and figures.tokens == 4 * figures.requests
     assert figures.control_tokens == 4 * 3 and figures.control_differences == 0
+
+
+def test_of_16_requests_that_end_together_one_has_a_control(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", num_slots=CONTROL_EVERY)
+    for uid in range(CONTROL_EVERY):
+        bench.serve(uid)
+    for uid in range(CONTROL_EVERY):
+        bench.audited(uid)
+    assert sum(each.control for each in bench.audits_since(0)) == 1
 
 
 def test_every_request_has_a_control_until_the_noise_is_measured(tmp_path: Path) -> None:
