@@ -17,6 +17,7 @@ slowest round over its median is the noise.
     mixed       after that, of requests of both by turns
     arrivals    a request comes for each one that ends, so prompts never pause
     fixed N     the cells of fixed numbers, once
+    low N       the same of requests whose acceptance is low (mixtures and hybrids)
 
 Turns and arrivals are called once; after calls whose acceptance falls plain decoding has one. Fixed numbers stand
 beside what it took for that cell. Three speeds of each, in tokens per second:
@@ -87,7 +88,8 @@ class Case:
     """A model with a method, by default. `fixed`: numbers of other engines, by name; they are measured in one round.
 
     `beside`: cases that have plain decoding in common, and `at_once` of them fit on a device with it. `falling`:
-    batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured.
+    batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured. `fixed_batches`: of
+    calls of fixed numbers; `of_low`: those are made at the second acceptance, too.
     """
 
     flags: Mapping[str, Any]
@@ -100,6 +102,8 @@ class Case:
     only: tuple[int, ...] = ()
     beside: str = "smollm2"
     at_once: int = 4
+    fixed_batches: tuple[int, ...] = FIXED_BATCHES
+    of_low: bool = False
 
     @property
     def means(self) -> tuple[float, ...]:
@@ -130,12 +134,14 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     small = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(SHAPES / "llama-3.2-1b")}
     found["8b-standalone"] = Case(model | small | accepting(2.5), batches=(1, 32, 128), beside="8b", at_once=2)
     hybrid = {"speculative_algorithm": "NEXTN", "model_path": str(SHAPES / "qwen3.5-9b"), "load_format": "dummy"}
-    mixture = shape | {"model_path": str(SHAPES / "qwen3-30b-a3b-int4")}  # in 4 bits three engines fit into a GPU
-    mixture |= {"speculative_draft_model_path": str(SHAPES / "qwen3-30b-a3b-eagle3")}
+    mixture = shape | {"speculative_draft_model_path": str(SHAPES / "qwen3-30b-a3b-eagle3")}
     chains = {name: given for name, given in FIXED.items() if given != TREE}
-    for name, flags in (("9b", hybrid), ("30b", mixture)):
-        few: Row = {"batches": (1, 8, 32), "lengths": (256,), "fixed": chains, "beside": name, "at_once": 1}
-        found[f"{name}-2.5"] = Case(flags | accepting(2.5), **few)
+    few: Row = {"batches": (1, 8, 32), "lengths": (256,), "fixed": chains, "at_once": 1}
+    few |= {"falling": few["batches"], "fixed_batches": few["batches"], "of_low": True}  # so one engine has both
+    found["9b"] = Case(hybrid | accepting(2.5, LOW[0]), **few, beside="9b")
+    for name in ("30b", "30b-int4"):
+        path = {"model_path": str(SHAPES / name.replace("30b", "qwen3-30b-a3b"))}
+        found[name] = Case(mixture | path | accepting(2.5, LOW[0]), **few, beside=name)
     ngram = {"speculative_algorithm": "NGRAM"}
     found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
     found |= {"ngram-copy": Case(ngram, "copy20")}
@@ -161,7 +167,7 @@ def tiny_case(directory: str) -> dict[str, Case]:
     kept = ("model_path", "speculative_draft_model_path", "load_format", "speculative_simulate_acc_len")
     small = {name: flags[name] for name in kept if name in flags}
     few: Row = {"batches": (1, 4), "lengths": (256, 512), "fixed": {"fixed 4": CHAIN}, "turns": (1, 4, 1)}
-    high = Case(EAGLE3 | small | accepting(HIGH[0], LOW[0]), **few, falling=(4,), beside="tiny")
+    high = Case(EAGLE3 | small | accepting(HIGH[0], LOW[0]), **few, falling=(4,), beside="tiny", of_low=True)
     return {"tiny": high, "tiny-1.3": Case(EAGLE3 | small | accepting(1.3), **few, beside="tiny")}
 
 
@@ -368,13 +374,14 @@ class Together:
                 assert row is not None, "there was time for a later call"
                 self.add(name, kind, load, DEFAULT, row, plain)
 
-    async def fixed(self, name: str, key: str, load: Load) -> None:
-        """Adds a row of fixed numbers, unless it is there: the cell has plain decoding's."""
-        cell = self.run.row(name, "cell", load.batch, load.num_tokens)
-        if cell is None or self.run.row(name, key, load.batch, load.num_tokens) is not None:
+    async def fixed(self, name: str, key: str, load: Load, beside: str = "cell") -> None:
+        """Adds a row of fixed numbers, unless it is there. `beside`: the kind of the row that has plain decoding's."""
+        kind = key if beside == "cell" else key.replace("fixed", beside)
+        other = self.run.row(name, beside, load.batch, load.num_tokens)
+        if other is None or self.run.row(name, kind, load.batch, load.num_tokens) is not None:
             return
         if (found := await self.call(key, load, name)) is not None:
-            self.add(name, key, load, key, found, cell["plain"])
+            self.add(name, kind, load, key, found, other["plain"])
 
     async def call(self, key: str, load: Load, name: str) -> Row | None:
         """Figures of one call, with the prompts of that case; None if there is no time."""
@@ -431,9 +438,11 @@ async def measure_defaults(together: Together) -> None:
 async def measure_fixed(together: Together, key: str) -> None:
     """The fixed engine has the acceptance of every case, by seeds."""
     for index, (name, case) in enumerate(together.cases.items()):
-        for batch in sorted({*FIXED_BATCHES} & {*case.batches} if key in case.fixed else ()):
+        for batch in sorted({*case.fixed_batches} & {*case.batches} if key in case.fixed else ()):
             load = Load(batch, max(case.lengths), seeds=((HIGH, LOW)[index][1],))
             await together.fixed(name, key, load)
+            if case.of_low:
+                await together.fixed(name, key, dataclasses.replace(load, seeds=FALLS["low"]), "low")
 
 
 def is_whole(name: str, case: Case, run: Run) -> bool:
@@ -444,7 +453,8 @@ def is_whole(name: str, case: Case, run: Run) -> bool:
     others = [(f"turn {index}", batch, long) for index, batch in enumerate(case.turns)]
     others += [(kind, batch, long) for kind in FALLS for batch in case.falling]
     others += [("arrivals", batch, short) for batch in case.batches[1::2]]
-    others += [(key, batch, long) for key in case.fixed for batch in FIXED_BATCHES if batch in case.batches]
+    kinds = [*case.fixed, *(key.replace("fixed", "low") for key in case.fixed if case.of_low)]
+    others += [(kind, batch, long) for kind in kinds for batch in case.fixed_batches if batch in case.batches]
     return bool(case.only) or all(run.row(name, *row) is not None for row in others)
 
 

@@ -193,11 +193,11 @@ PARTS = (
         script("mixtures", 290, "mixtures.py", mixtures_whole, resumes=True),
         script("mixtures_others", 150, "mixtures.py --others", has_rows(5), resumes=True),
     ), (*STEP, *MIXTURES)),
-    Part("mixtures_slower", (script("never_slower", 170, f"never_slower.py --cases 30b-2.5 --rounds 1 {ALL_TIME}",
-                                    has_rows(8), resumes=True),), (*STEP, *SLOWER)),
+    Part("mixtures_slower", (script("never_slower", 200, f"never_slower.py --cases 30b --rounds 1 {ALL_TIME}",
+                                    has_rows(25), resumes=True),), (*STEP, *SLOWER)),
     Part("hybrids", (
         script("hybrids", 270, "hybrids.py", has_rows(HYBRID_ROWS), resumes=True),
-        script("hybrids_slower", 150, f"never_slower.py --cases 9b-2.5 --rounds 1 {ALL_TIME}", has_rows(8),
+        script("hybrids_slower", 180, f"never_slower.py --cases 9b --rounds 1 {ALL_TIME}", has_rows(25),
                resumes=True),
     ), (*STEP, *HYBRIDS, *SLOWER)),
     Part("tp2", (  # on two GPUs; both say so

@@ -154,6 +154,22 @@ def test_fixed_numbers_have_the_acceptance_of_every_case_by_seeds() -> None:
     assert is_whole("b", cases["b"], engines.run)
 
 
+def test_fixed_numbers_of_a_mixture_have_the_low_acceptance_too() -> None:
+    case = Case({}, RANDOM, **FEW, fixed=FIXED, falling=(8,), fixed_batches=(8,), of_low=True)
+    engines = Played({"a": case}, played({"rows": []}))
+    asyncio.run(measure_defaults(engines))
+    engines.calls.clear()
+    for key in FIXED:
+        assert not is_whole("a", case, engines.run)
+        asyncio.run(measure_fixed(engines, key))
+    assert engines.calls[:2] == [("fixed 2", 8, 256, (seed,)) for _, seed in (HIGH, LOW)]
+    assert is_whole("a", case, engines.run)
+    for kind, beside in (("fixed 2", "cell"), ("low 2", "low")):
+        found, plain = (engines.run.row("a", each, 8, 256) for each in (kind, beside))
+        assert found is not None and plain is not None
+        assert found["plain"] == plain["plain"] and list(found["over_plain"]["call"]) == ["fixed 2"]
+
+
 def test_requests_of_both_acceptances_come_by_turns() -> None:
     seeds = Load(2, 256, waves=2, seeds=FALLS["mixed"]).all_seeds()
     assert [seed >= LOW[1] for seed in seeds] == [False, True, False, True] and len({*seeds}) == 4
@@ -209,7 +225,7 @@ def test_as_many_cases_as_a_device_holds_are_measured_together(monkeypatch: pyte
 
 def test_the_grid_is_the_one_that_must_hold() -> None:
     cases = known_cases(Path("heads"))
-    shapes = {"8b-1.3", "8b-2.5", "8b-3.5", "8b-standalone", "9b-2.5", "30b-2.5"}
+    shapes = {"8b-1.3", "8b-2.5", "8b-3.5", "8b-standalone", "9b", "30b", "30b-int4"}
     assert set(cases) == {*shapes, "eagle3-chat", "standalone-chat", "ngram-chat", "ngram-copy"}
     assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
     assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
