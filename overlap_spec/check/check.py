@@ -146,7 +146,8 @@ def _on_gpu(dtype: str) -> dict[str, str]:
     in_tiles = ring and runs_hopper(META)
     chunks = "; from 64 rows on, with heads of 64 or 128 in 16 bits, paged_chunks (CUDA C++)" if in_tiles else ""
     long_chunks = f"; {'others' if in_tiles else 'chunks'} from 1,536 rows on cuDNN (chunk_attention)" if ring else ""
-    short = "; few requests of at most 2,048 tokens in bfloat16 short_decode (CUDA C++)" if in_tiles else ""
+    few = "few requests of at most 2,048 tokens, or with such a window"
+    short = f"; {few}, in bfloat16 short_decode (CUDA C++)" if in_tiles else ""
     return {
         "attention, decode": f"decode_attention ({'Gluon' if ring else 'Triton'}){short}, trees tree_attention",
         "attention, prompts": f"paged_attention (Triton){chunks}{long_chunks}",

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     page_size: int
     spare: int = 2
     programs: int = 128
+    window: int | None = None
 
 
 CASES = [
@@ -49,6 +50,11 @@ CASES = [
     Case(QWEN, 3, [37], 16, programs=4),  # in two parts
     Case(NEXT, 2, [290], 16),
     Case(NEXT, 1, [17, 300], 32, programs=16),
+]
+WINDOWS = [
+    Case(SMOL, 5, [260, 33, 1], 16, programs=36, window=31),  # of rows some of which see no key of the first chunk
+    Case(NEXT, 4, [300], 16, window=100),
+    Case(LLAMA, 4, [2000], 32, 700, window=512),  # in a page table that is wide
 ]
 FULL = [  # up to the last place of the page table
     Case(LLAMA, 3, [2045], 16, 0),
@@ -85,8 +91,8 @@ def check(
     emulator.written_before = [step.qkv] if read_before_wait else [step.qkv, step.positions]
     if norms is not None:
         norm_heads_reference(inputs.qkv, norms.query, norms.key, case.heads.num_kv_heads, norms.eps)
-    out, k_cache, v_cache = decode_reference(inputs)
-    actual = module.attend(module.parts_of(step), inputs.scale, read_before_wait, norms)
+    out, k_cache, v_cache = decode_reference(inputs, window=case.window)
+    actual = module.attend(module.parts_of(step), inputs.scale, read_before_wait, norms, case.window)
     torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.k_cache, k_cache, equal_nan=True, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
@@ -100,6 +106,13 @@ def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
     for seed in range(2):
         check(emulator, case, seed, read_before_wait=seed == 0)
+
+
+@pytest.mark.slow_but_every(len(WINDOWS))
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_windows(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
+    check(emulator, case, 1, read_before_wait=True)
 
 
 @pytest.mark.slow_but_every(2)

@@ -49,7 +49,8 @@ def test_what_the_kernel_takes() -> None:
     assert takes(step(), None) and takes(step(width=4), None) and takes(step(LLAMA_3B, width=5), None)
     assert takes(step(SMOL, requests=8, width=4, page_size=64), None)
     assert takes(step(), 4096), "a window that holds every key is none"
-    assert not takes(step(), 1024)
+    assert takes(step(capacity=32768), 1024) and not takes(step(capacity=32768), 4096)
+    assert not takes(step(width=4, capacity=64), 3), "new rows that some do not see"
     assert not takes(step(), None, torch.zeros(32)), "sinks"
     assert not takes(step(capacity=2064), None)
     assert not takes(step(width=5), None), "20 pairs of a row and a head"
@@ -70,7 +71,7 @@ def test_a_window_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.width, second.width) == (2, 1) and takes(first, None) and takes(second, None)
     launched: list[tuple[int, int, bool]] = []
 
-    def launch(part: Step, out: Tensor, _: float, early: bool, norms: object) -> None:
+    def launch(part: Step, out: Tensor, _: float, early: bool, norms: object, window: int | None) -> None:
         launched.append((part.width, len(out), early))
 
     monkeypatch.setattr(module, "_attend", launch)
@@ -119,13 +120,14 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
-    ("heads", "width", "page_size", "cluster", "normed"),
-    [(LLAMA, 4, 16, 8, 0), (LLAMA_3B, 5, 64, 4, 16), (SMOL, 1, 16, 2, 32), (NEXT, 2, 16, 8, 16)],
+    ("heads", "width", "page_size", "cluster", "normed", "window"),
+    [(LLAMA, 4, 16, 8, 0, 0), (LLAMA_3B, 5, 64, 4, 16, 512), (SMOL, 1, 16, 2, 32, 0), (NEXT, 2, 16, 8, 16, 1024)],
 )
-def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int, normed: int) -> None:
+def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int, normed: int, window: int) -> None:
     num_heads, kv_heads, dim = heads
     shapes = f"WIDTH={width}", f"GROUP={num_heads // kv_heads}", f"KV_HEADS={kv_heads}", f"HEAD={dim}"
     division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES[dim]}", f"CLUSTER={cluster}"
+    division += (f"WINDOW={window}",)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1", f"NORMED={normed}"))._compile()

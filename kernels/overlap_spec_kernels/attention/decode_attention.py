@@ -17,11 +17,12 @@ cache, where that layer has written them.
 The number of splits is the same for all requests, or from a table that `divide_keys` has made of their lengths. Without
 one, a long request among short ones is read by as few programs as each of them.
 
-There are four kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
-shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`; and for few requests in a page
-table of up to 2,048 keys in bfloat16, splits combine there too (`short_decode`). In all other cases, sliding windows
-and sinks included, keys wait in registers, or in shared memory in some of the largest heads (`_BLOCKS`), whose blocks
-of keys would fill the registers (`_decode_attention_kernel`).
+There are five kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
+shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`; and for few requests with a
+page table or a window of up to 2,048 keys in bfloat16, splits combine there too (`short_decode`). One request's heads
+of 512 have three launches (`large_heads`). In all other cases, sinks and longer windows included, keys wait in
+registers, or in shared memory in some of the largest heads (`_BLOCKS`), whose blocks of keys would fill the registers
+(`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def decode_attention(
     inputs = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
     parts = parts_of(Step(*inputs)) if writes and runs_triton(qkv) else ()
     if parts and all(takes(part, window, sinks) for part in parts):
-        return attend(parts, scale, read_before_wait, norms)
+        return attend(parts, scale, read_before_wait, norms, window)
     if norms is not None:
         norm_heads(qkv, norms.query, norms.key, num_kv_heads, norms.eps)
     if not runs_triton(qkv):

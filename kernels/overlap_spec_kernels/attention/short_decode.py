@@ -1,7 +1,8 @@
-"""The kernel of `decode_attention` for few requests in a short page table, on Hopper, in CUDA C++ (short_decode.cu).
+"""The kernel of `decode_attention` for few requests with few keys, on Hopper, in CUDA C++ (short_decode.cu).
 
-With so few keys an attention takes as long as its steps wait for each other. In the other kernels splits combine
-through global memory and a counter, which is most of it; here the programs of a cluster send each other their sums.
+A short page table has room for few keys, or a window leaves few. Attention to these takes as long as its steps wait for
+each other. In the other kernels splits combine through global memory and a counter, which is most of it; here the
+programs of a cluster send each other their sums.
 
 How a request's keys are divided, and so how its sums are rounded, follows from the number of requests, as in the other
 kernels, and from the width of the page table; not from the rows of a request. A window of one request that has twice
@@ -87,16 +88,17 @@ class Step(NamedTuple):
 
 def takes(step: Step, window: int | None, sinks: Tensor | None = None) -> bool:
     """Whether the kernel computes this and is meant for it. Shapes alone decide: a captured step has one kernel."""
-    if not runs_hopper(step.qkv.device) or step.capacity > _MOST_KEYS or sinks is not None:
+    most_keys = step.capacity if window is None else min(window, step.capacity)
+    if not runs_hopper(step.qkv.device) or most_keys > _MOST_KEYS or sinks is not None:
         return False
     (_, page_size, _, head_dim), dtypes = step.k_cache.shape, {step.qkv.dtype, step.k_cache.dtype}
     if dtypes != {torch.bfloat16} or step.cos_sin.dtype != torch.float32:
         return False
-    if head_dim not in _STAGES or page_size % _CHUNK or (window is not None and window < step.capacity):
+    if head_dim not in _STAGES or page_size % _CHUNK:
         return False
     read_by_16_bytes = (step.qkv, step.cos_sin, step.k_cache, step.v_cache)
     aligned = step.qkv.stride(0) % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in read_by_16_bytes)
-    few = step.width * step.group <= _PAIRS and step.qkv.shape[0] <= _MOST_ROWS
+    few = step.width * step.group <= _PAIRS and step.qkv.shape[0] <= _MOST_ROWS and step.width <= most_keys
     return aligned and few and cluster_size(step) is not None
 
 
@@ -119,17 +121,22 @@ def cluster_size(step: Step) -> int | None:
     return size if units * size <= _MOST_PROGRAMS else None
 
 
-def attend(parts: Sequence[Step], scale: float, read_before_wait: bool, norms: HeadNorms | None = None) -> Tensor:
+def attend(
+    parts: Sequence[Step], scale: float, read_before_wait: bool, norms: HeadNorms | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Write the rows' k and v, and attend, as `decode_attention`. Shapes: -> [T, nq * d]. Sync: never."""
     first, counts = parts[0], [len(part.qkv) for part in parts]
     _, _, kv_heads, head_dim = first.k_cache.shape
     out = first.qkv.new_empty((sum(counts), kv_heads * first.group * head_dim))
     for part, rows in zip(parts, out.split(counts), strict=True):  # keys of a part before are written until the wait
-        _attend(part, rows, scale, read_before_wait and part is first, norms)
+        _attend(part, rows, scale, read_before_wait and part is first, norms, window)
     return out
 
 
-def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None) -> None:
+def _attend(
+    step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None, window: int | None
+) -> None:
     """Shapes: out [T, nq * d]."""
     num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
     size, stages = cluster_size(step), _STAGES[head_dim]
@@ -145,6 +152,7 @@ def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool, norms
         f"WARPS={_WARPS}",
         f"STAGES={stages}",
         f"CLUSTER={size}",
+        f"WINDOW={0 if window is None or window >= step.capacity else window}",
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
         f"NORMED={0 if norms is None else 8 * norms.query.element_size()}",
     )

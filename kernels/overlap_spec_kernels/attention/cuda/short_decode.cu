@@ -2,8 +2,9 @@
 //
 // The programs of a cluster share the keys of a request and a KV head. Keys go to them in chunks of 16, in turn, and so
 // they go to a program's warps: each warp has its own keys and its own softmax. The last program also takes the new
-// rows. In the end each program adds up its warps' sums, sends every program of the cluster the columns that it
-// finishes, and finishes its own. So sums never go through global memory, and no program waits for a counter.
+// rows. With a window the first chunk is that of the first key that the first row sees. In the end each program adds up
+// its warps' sums, sends every program of the cluster the columns that it finishes, and finishes its own. So sums never
+// go through global memory, and no program waits for a counter.
 //
 //     q       [16 pairs][HEAD]                          pairs are (row, head); swizzled, as keys are
 //     new     [K, V][16 keys][HEAD]                     of the new rows; in the last program
@@ -43,8 +44,15 @@ static_assert(LIVE <= 16 && PAGE_SIZE % KEYS == 0 && SLICE % 4 == 0);
 struct Part {
     int request, kv_head, rank;
     int cached;  // keys before the new rows
+    int begin;  // the first chunk with a key that a row sees
 
-    __device__ __forceinline__ int chunk(int warp, int step) const { return (step * WARPS + warp) * CLUSTER + rank; }
+    __device__ __forceinline__ void find_keys(const Work& work) {
+        cached = static_cast<int>(work.positions[request * WIDTH]);
+        begin = WINDOW ? max(cached - (WINDOW - 1), 0) / KEYS : 0;
+    }
+    __device__ __forceinline__ int chunk(int warp, int step) const {
+        return begin + (step * WARPS + warp) * CLUSTER + rank;
+    }
     __device__ __forceinline__ bool takes_new() const { return rank == CLUSTER - 1; }
 };
 
@@ -111,8 +119,10 @@ __device__ __forceinline__ void attend_to_cache(
     for (int step = 0, chunk; (chunk = part.chunk(warp, step)) < ring.chunks; ++step) {
         wait_copies<STAGES - 1>();
         __syncwarp();
-        int left = part.cached - chunk * KEYS;
-        attend(sums, queries, ring.stage(step), work.scale_log2, [left](int, int key) { return key < left; });
+        int left = part.cached - chunk * KEYS, far = left - WINDOW;  // with a window a row sees none up to far + row
+        attend(sums, queries, ring.stage(step), work.scale_log2, [left, far](int pair, int key) {
+            return key < left && (!WINDOW || key > far + pair / GROUP);
+        });
         __syncwarp();
         ring.ask(work, part, warp, step + STAGES);
     }  // copies of all chunks have arrived, and are read: sums may take their place
@@ -125,15 +135,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (!READ_BEFORE_WAIT) wait_for_kernels_before();
     int unit = blockIdx.x / CLUSTER;
-    Part part = {unit / KV_HEADS, unit % KV_HEADS, static_cast<int>(rank_in_cluster()), 0};
+    Part part = {unit / KV_HEADS, unit % KV_HEADS, static_cast<int>(rank_in_cluster()), 0, 0};
     if (threadIdx.x == 0) {
         set_up(&common.arrived, 1);
         expect(&common.arrived, CLUSTER * SENT_BYTES);
         show_barriers_to_cluster();
     }
     Ring ring = {shared(memory) + RING_AT + warp * (STAGES * STAGE), 0, 0};
-    ring.pages = page_of(work, part, part.chunk(warp, lane));  // before the number of keys is known: one wait less
-    part.cached = static_cast<int>(work.positions[part.request * WIDTH]);
+    if (WINDOW) part.find_keys(work);
+    ring.pages = page_of(work, part, part.chunk(warp, lane));  // else before the number of keys is known: one wait less
+    if (!WINDOW) part.find_keys(work);
     __syncwarp();
     arrive_cluster();
     ring.chunks = (part.cached + KEYS - 1) / KEYS;
