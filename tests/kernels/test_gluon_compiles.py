@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.attention import _decode_attention_8bit, _decode_attention_gluon, _tree_attention_gluon
+from overlap_spec_kernels.attention import (
+    _decode_attention_8bit,
+    _decode_attention_gluon,
+    _tree_attention_gluon,
+    large_heads,
+)
 from overlap_spec_kernels.experts import sum_of_experts
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from support.torn_conversions import conversions_to_8_bits, torn_conversions
@@ -190,6 +195,17 @@ def test_tree_attention(name: str) -> None:
     assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx
     assert sizes_of_copies(ptx) == {"0x10"}
     assert ptx.count("griddepcontrol.wait") == constants["PDL"]
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("width", "kv_heads"), [(4, 4), (1, 1)])
+def test_attention_of_large_heads(width: int, kv_heads: int) -> None:
+    """Gemma 4's: 31B with its assistant, and E2B. Two warpgroups multiply, and nothing is spilled."""
+    constants = {"WIDTH": width, "NUM_KV_HEADS": kv_heads, "GROUP": 8, "HEAD": 512, "PAIRS": 64, "KEYS": 32}
+    constants |= {"PAGE_SIZE": 16, "WARPS": 8, "PDL": True}
+    ptx = assembly(large_heads, "large_heads_kernel", constants, 8)
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx
+    assert sizes_of_copies(ptx) == {"0x10"} and ptx.count("griddepcontrol.wait") == 1
 
 
 def sizes_of_copies(ptx: str) -> set[str]:

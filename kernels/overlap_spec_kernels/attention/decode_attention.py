@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention import large_heads
 from overlap_spec_kernels.attention._decode_attention_8bit import decode_attention_8bit_kernel
 from overlap_spec_kernels.attention._decode_attention_gluon import decode_attention_gluon_kernel
 from overlap_spec_kernels.attention._decode_attention_kernel import decode_attention_kernel
@@ -297,23 +298,15 @@ def _most_split(shares: Tensor, num_requests: int) -> int:
 
 
 def _decode_attention_triton(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scratch: DecodeScratch,
-    scale: float,
-    read_before_wait: bool = False,
-    window: int | None = None,
-    scales: KVScales = NO_SCALES,
-    shares: Tensor | None = None,
-    sinks: Tensor | None = None,
-    writes: bool = True,
-) -> Tensor:
+    qkv: Tensor, cos_sin: Tensor, positions: Tensor, page_table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    scratch: DecodeScratch, scale: float, read_before_wait: bool = False, window: int | None = None,
+    scales: KVScales = NO_SCALES, shares: Tensor | None = None, sinks: Tensor | None = None, writes: bool = True,
+) -> Tensor:  # fmt: skip
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2 * writes
+    if large_heads.takes(qkv, page_table, k_cache, v_cache, group, window, sinks):
+        rows = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
+        return large_heads.attend(*rows, scratch.outputs, scratch.weights, scale * _LOG2_E, group, writes)
     num_programs = scratch.counters.shape[0]
     tiling = _tiling(width, qkv.dtype, page_table, k_cache, group, num_programs, window)
     num_splits, grid = tiling.num_splits, (num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)

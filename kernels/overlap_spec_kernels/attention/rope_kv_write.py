@@ -84,11 +84,12 @@ def _rope_kv_write_triton(
     v: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
-    cache_rows: Tensor,
+    places: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     scales: KVScales = NO_SCALES,
 ) -> Tensor:
+    """places: cache rows, or the pages [P] i32 of one request that all rows belong to. k and v may have no heads."""
     (num_rows, num_q_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     out = torch.empty((num_rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     q_groups = ceil_div(num_q_heads, _HEADS_PER_PROGRAM)
@@ -99,7 +100,7 @@ def _rope_kv_write_triton(
         v,
         cos_sin,
         positions,
-        cache_rows,
+        places,
         out,
         k_cache,
         v_cache,
@@ -114,6 +115,7 @@ def _rope_kv_write_triton(
         HALF=head_dim // 2,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        PAGE_SIZE=k_cache.shape[1] if places.dtype == torch.int32 else 0,
         num_warps=4,
         **dependent_launch(q.device, num_rows),
     )
@@ -123,12 +125,13 @@ def _rope_kv_write_triton(
 @TritonKernel
 def _rope_kv_write_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor,
-    cache_rows_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor,
+    places_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor,
     inverse_k: float, inverse_v: float, q_row_stride: int, q_head_stride: int, k_row_stride: int, k_head_stride: int,
     v_row_stride: int, v_head_stride: int, num_q_heads: int, num_kv_heads: int, q_groups: int,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and group of heads: q's groups first, then those of k and v.
+    """One program per row and group of heads: q's groups first, then those of k and v. PAGE_SIZE: places are pages.
 
     Loads that do not depend on the position are issued before it arrives.
     """
@@ -136,7 +139,11 @@ def _rope_kv_write_kernel(
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK_HALF)[None, :]
     wait_for_inputs(PDL)
-    position, cache_row = tl.load(positions_ptr + row), tl.load(cache_rows_ptr + row)
+    position = tl.load(positions_ptr + row)
+    if PAGE_SIZE:
+        cache_row = tl.load(places_ptr + position // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    else:
+        cache_row = tl.load(places_ptr + row)
     is_q = group < q_groups
     head = tl.where(is_q, group, group - q_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = (head < tl.where(is_q, num_q_heads, num_kv_heads)) & (column < HALF)

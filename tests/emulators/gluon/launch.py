@@ -50,8 +50,9 @@ _ATTENTIONS = tuple(
     for name in ("_decode_attention_gluon", "_decode_attention_8bit", "_tree_attention_gluon")
 )
 _EXPERTS = _module("experts.sum_of_experts")
-_ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
-_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _EXPERTS, _ARGMAX)
+# Kernels of these are Triton's, too, but use only functions that Gluon has.
+_ARGMAX, _LARGE_HEADS = _module("linear.linear_argmax"), _module("attention.large_heads")
+_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _EXPERTS, _ARGMAX, _LARGE_HEADS)
 _BEGIN = _module("language")  # has how every Triton kernel begins
 
 
@@ -140,7 +141,7 @@ def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
     """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the references."""
     gpu = Hopper()
     for module in (*_WITH_KERNELS, _BEGIN):
-        kind = TritonKernel if module in (_ARGMAX, _BEGIN) else GluonKernel
+        kind = TritonKernel if module in (_ARGMAX, _LARGE_HEADS, _BEGIN) else GluonKernel
         for name, value in list(vars(module).items()):
             if isinstance(value, kind):
                 patch.setattr(module, name, Interpreted(gpu, value.function))

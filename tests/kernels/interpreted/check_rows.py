@@ -103,6 +103,22 @@ def test_rope_kv_write(heads: HeadShape, page_size: int, num_rows: int) -> None:
     assert torch.equal(inputs.v_cache, expected.v_cache)
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_rope_finds_rows_by_the_pages_of_a_request(writes: bool) -> None:
+    """Which are as many as its rows need, and one more; without keys and values it rotates queries alone."""
+    inputs = rope_inputs(HeadShape(9, 3, 64), 7, 4, torch.float32)
+    pages = torch.full((int(inputs.positions[-1]) // 4 + 2,), -1, dtype=torch.int32)
+    pages[inputs.positions // 4] = (inputs.cache_rows // 4).int()
+    expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    if not writes:
+        inputs = inputs._replace(k=inputs.k[:, :0], v=inputs.v[:, :0])
+    q = _rope_kv_write_triton(*inputs._replace(cache_rows=pages))
+    torch.testing.assert_close(q, rope_kv_write_reference(*expected), **CLOSE)
+    if writes:
+        torch.testing.assert_close(inputs.k_cache, expected.k_cache, **CLOSE)
+    assert torch.equal(inputs.v_cache, expected.v_cache) == writes and bool(inputs.v_cache.any()) == writes
+
+
 def test_16_bit_rows_accumulate_in_float32() -> None:
     x, weight = torch.randn(3, 4096).half(), torch.randn(4096).half()
     expected = rms_norm_reference(x.float(), weight.float(), 1e-5)
