@@ -73,10 +73,25 @@ def test_a_request_has_its_bits_in_any_company(codec: TextCodec, shape: str) -> 
     assert_bits_in(ways, codec, partial(load, **SHAPES[shape]))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3"])
+OF_LATENTS = {"kv_lora_rank": 512, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+SIZES: dict[str, dict[str, Any]] = {  # with which families have the kernels of published ones
+    "qwen3 moe": {"hidden": 1024, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    "deepseek v3": OF_LATENTS | {"hidden": 512, "head_dim": 64, "v_head_dim": 128, "num_attention_heads": 16},
+}
+SIZES["qwen3 moe"] |= {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 16}
+SIZES["deepseek v3"] |= {"num_key_value_heads": 16, "moe_intermediate_size": 256}
+MIXTURES = ("mixtral", "gpt oss", "deepseek v2 lite")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3", "olmo 2", *MIXTURES])
 def test_families(codec: TextCodec, family: str) -> None:
-    """Biases, norms of heads, windows."""
+    """Biases, norms of heads, norms behind, windows, experts, sinks, latents."""
     assert_bits_in(("EAGLE-3, in graphs", "EAGLE-3"), codec, partial(load, family=family))
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_families_as_large_as_published_ones(codec: TextCodec, family: str) -> None:
+    assert_bits_in(("EAGLE-3, in graphs", "n-grams"), codec, partial(load, family=family, **SIZES[family]))
 
 
 @pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)
@@ -84,9 +99,9 @@ def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, load, **changed)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_weights_of_few_bits(codec: TextCodec, quantization: str) -> None:
-    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=f"llama in {quantization}"))
+@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4", "deepseek v3 in fp8"])
+def test_weights_of_few_bits(codec: TextCodec, family: str) -> None:
+    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=family))
 
 
 STATES: dict[str, Any] = {"deterministic": True, "num_snapshots": 6, "page_size": 16}

@@ -30,6 +30,7 @@ from overlap_spec_kernels import (
     add_rms_norm,
     decode_attention,
     filter_cutoff,
+    gelu_mul,
     gumbel_argmax,
     ordered_attention,
     ordered_windows,
@@ -39,6 +40,7 @@ from overlap_spec_kernels import (
     silu_mul,
     top_tokens,
 )
+from overlap_spec_kernels.attention.latent_heads import head_products
 from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import Packing, packed, part_of
@@ -290,6 +292,8 @@ def test_linears_of_4_bit_floats(group: int) -> None:
 
 ROWWISE: dict[str, tuple[Op, int]] = {
     "norm": (lambda x: rms_norm(x, torch.ones_like(x[0]), 1e-5), 4096),
+    "norm of a head": (lambda x: rms_norm(x, torch.ones_like(x[0]).float(), 1e-5), 256),
+    "gate of Gemma": (gelu_mul, 2 * 2560),
     "norm of a sum": (lambda x: add_rms_norm(x, (x * 0.5).to(x.dtype), torch.ones_like(x[0]), 1e-5), 4096),
     "gate": (silu_mul, 2 * 14336),
     "most probable tokens": (lambda x: tuple(top_tokens(x.float(), 8)), 128256),
@@ -309,6 +313,22 @@ def drawn(logits: Tensor) -> Tensor:
     given = (torch.full((count, 1), 77, device="cuda"), torch.full((count,), 0.9, dtype=torch.float64, device="cuda"))
     ids = torch.arange(size, device="cuda")
     return gumbel_argmax(logits[:, None].contiguous(), *given, torch.full((count,), 5, device="cuda"), ids)
+
+
+# (heads, I, O): DeepSeek-V2-Lite's keys and values, GLM-4.7-Flash's, and sizes that fill no tile.
+@pytest.mark.parametrize("sizes", [(16, 128, 512), (16, 512, 128), (20, 192, 512), (20, 512, 256), (3, 24, 20)])
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_products_of_heads(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    heads, size_k, size_n = sizes
+    weight = (torch.randn(heads, size_k, size_n, device="cuda") * size_k**-0.5).to(dtype)
+    rows = torch.randn(300, heads * (size_k + 8), device="cuda").to(dtype)
+
+    def op(x: Tensor) -> Tensor:
+        return head_products(x.unflatten(1, (heads, -1))[:, :, 8:], weight).flatten(1)
+
+    expected = torch.einsum("tnk,nko->tno", rows.unflatten(1, (heads, -1))[:, :, 8:].float(), weight.float())
+    torch.testing.assert_close(op(rows).float(), expected.flatten(1), rtol=2e-2, atol=2e-2)
+    judge("products of heads", [bits_by_count(op, rows, TO_PROMPTS)])
 
 
 @pytest.mark.parametrize("name", ROWWISE)
@@ -435,8 +455,23 @@ def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, kept: torch.dty
 def test_rows_of_a_prompt_have_the_bits_of_rows_alone(
     model: str, dtype: torch.dtype, kept: torch.dtype | None, window: int | None
 ) -> None:
+    assert_bits_of_a_prompt(IN_ORDER[model], dtype, kept, window)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(None, None), (128, None), (128, EIGHT)], ids=str)
+@pytest.mark.parametrize("heads", [HeadShape(64, 8, 64), HeadShape(4, 2, 16)], ids=["gpt-oss", "tiny"])
+def test_rows_with_sinks_have_the_bits_of_rows_alone(
+    heads: HeadShape, window: int | None, kept: torch.dtype | None
+) -> None:
+    sinks = torch.randn(heads.num_heads, device="cuda") * 3
+    assert_bits_of_a_prompt(heads, BFLOAT if kept is None else HALF, kept, window, sinks.to(BFLOAT))
+
+
+def assert_bits_of_a_prompt(
+    heads: HeadShape, dtype: torch.dtype, kept: torch.dtype | None, window: int | None, sinks: Tensor | None = None
+) -> None:
     """A prompt at once, in chunks, and its rows in windows of 1 to 16, each with a page table as short as it may be."""
-    heads, length, size = IN_ORDER[model], 5000, 16
+    length, size = 5000, 16
     given = attention_inputs(heads, [(0, length)], size, dtype)
     whole = AttentionInputs(*(to_device(value, "cuda") for value in given))
     if kept is not None:
@@ -446,13 +481,13 @@ def test_rows_of_a_prompt_have_the_bits_of_rows_alone(
         part, pages = slice(first, first + count), -(-(first + count) // size)
         starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
         places = (whole.page_table[:, :pages].contiguous(), starts, whole.positions[part], count, whole.scale, window)
-        return ordered_attention(whole.q[part], whole.k_cache, whole.v_cache, *places)
+        return ordered_attention(whole.q[part], whole.k_cache, whole.v_cache, *places, sinks=sinks)
 
     expected = attend(0, length)
     assert expected.isfinite().all() and expected[-1].abs().max() > 0
-    reference = paged_attention(*whole[:6], length, whole.scale, True, window)
+    reference = paged_attention(*whole[:6], length, whole.scale, True, window, sinks=sinks)
     torch.testing.assert_close(expected, reference, rtol=0.02, atol=0.01)
-    rng = random.Random(model)
+    rng = random.Random(str(heads))
     for count in (1, 2, 4, 7, 16, 33, 64, 100, 700):
         for first in [*rng.sample(range(length - count), 12), length - count, 0, max(2048 - count, 0)]:
             assert torch.equal(attend(first, count), expected[first : first + count]), (count, first)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.attention import ordered_attention, ordered_windows
+from overlap_spec_kernels.attention import latent_heads, ordered_attention, ordered_windows
 from overlap_spec_kernels.linear import ordered, ordered_quantized
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,7 +28,10 @@ ATTENTION = {
     "NUM_KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "PAGE_SIZE": 16, "APART": True, "WINDOW": 0, "FIRST_PART": 128,
     "FEW": 8, "BLOCK_N": 64, "BLOCK_D": 64, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
+OF_ROWS = ATTENTION | {"EIGHT_BITS": False, "SINKS": False, "PARTS_OF_VALUES": 1}
+LARGE = OF_ROWS | {"APART": False, "HEAD_DIM": 512, "BLOCK_N": 32, "BLOCK_D": 512, "PARTS_OF_VALUES": 2}
 WINDOWS = ATTENTION | {"WIDTH": 4, "BLOCK_W": 4, "IN_REGISTERS": False, "LATE": False}
+OF_HEADS = {"SIZE_K": 512, "SIZE_N": 128, "BLOCK_N": 64, "BLOCK_K": 64, "PDL": True}
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "16 bits, pieces": (ordered._ordered_linear_kernel, PIECES, {}),
     "16 bits": (ordered._ordered_linear_kernel, LINEAR, {}),
@@ -36,10 +39,17 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "fp8": (ordered_quantized._ordered_quantized_kernel, FEW_BITS | {"BITS": 8, "GROUP": 0}, {"data_ptr": "*u8"}),
     "attention, 8 bits": (
         ordered_attention._ordered_attention_kernel,
-        ATTENTION | {"EIGHT_BITS": True},
+        OF_ROWS | {"EIGHT_BITS": True},
         {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"},
     ),
-    "attention": (ordered_attention._ordered_attention_kernel, ATTENTION | {"EIGHT_BITS": False}, {}),
+    "attention": (ordered_attention._ordered_attention_kernel, OF_ROWS, {}),
+    "attention of large heads": (ordered_attention._ordered_attention_kernel, LARGE, {}),
+    "attention with sinks": (
+        ordered_attention._ordered_attention_kernel,
+        OF_ROWS | {"SINKS": True, "APART": False, "WINDOW": 300},
+        {},
+    ),
+    "products of heads": (latent_heads._head_products_kernel, OF_HEADS, {}),
     "attention of windows, 8 bits": (
         ordered_windows._ordered_windows_kernel,
         WINDOWS | {"EIGHT_BITS": True},

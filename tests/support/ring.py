@@ -109,7 +109,7 @@ def tiny_loaded(
     if family == GROUPED:
         family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
     name, kind, sizes = FAMILIES_IN_FORMATS.get(family, (family, None, {}))
-    checkpoint = tiny_target(seed, **TINY_FAMILIES[name] | sizes, **shape)
+    checkpoint = tiny_target(seed, **TINY_FAMILIES[name] | sizes | shape)
     stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
     target = convert(load_tiny_target(stored, dtype, place, rank))
     return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)

@@ -17,6 +17,8 @@ from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 _HEADS_PER_PROGRAM = 4
+_BLOCK_K, _MOST_FEW = 64, 64  # columns of x that a program multiplies at once; rows that are few
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def latent_heads(
@@ -109,3 +111,61 @@ def _latent_heads_kernel(
         places = target_ptr + head * (RANK + ROPE)
         tl.store(places + latent[None, :], absorbed, mask=live & known[None, :])
         tl.store(places + RANK + column[None, :], query, mask=live & turned[None, :])
+
+
+def head_products(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows of each head times its matrix, which add up the columns in one order, whatever rows are beside them.
+
+    Shapes: x [T, n, I], weight [n, I, O] -> [T, n, O]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(x.dim() == 3 and x.stride(2) == 1, "x", "[T, n, I] with a contiguous last dimension")
+    require(weight.shape[:2] == x.shape[1:] and weight.is_contiguous(), "weight", "[n, I, O], contiguous")
+    require(weight.dtype == x.dtype, "weight", "the dtype of x")
+    if not runs_triton(x):
+        return (x.transpose(0, 1) @ weight).transpose(0, 1)
+    require(x.dtype in _DTYPES, "x", "16 bits: other products have no fixed order")
+    return _head_products_triton(x, weight)
+
+
+def _head_products_triton(x: Tensor, weight: Tensor) -> Tensor:
+    (num_rows, num_heads, size_k), size_n = x.shape, weight.shape[2]
+    out = torch.empty((num_rows, num_heads, size_n), dtype=x.dtype, device=x.device)
+    are_few = num_rows <= _MOST_FEW
+    block_m, block_n = max(next_power_of_2(num_rows), 16) if are_few else 128, 64 if are_few else 128
+    _head_products_kernel[(ceil_div(size_n, block_n), ceil_div(num_rows, block_m), num_heads)](
+        *(x, weight, out, *x.stride()[:2], num_rows, num_heads),
+        SIZE_K=size_k,
+        SIZE_N=size_n,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=_BLOCK_K,
+        num_warps=4 if are_few else 8,
+        num_stages=3,
+        **dependent_launch(x.device, num_rows),
+    )
+    return out
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_heads"))
+def _head_products_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, row_stride: int, head_stride: int, num_rows: int,
+    num_heads: int, SIZE_K: tl.constexpr, SIZE_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per tile of rows and columns of a head, which walks all of K."""
+    head = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, live, known = m.to(tl.int64), m < num_rows, n < SIZE_N
+    x_rows = x_ptr + row[:, None] * row_stride + head * head_stride
+    weight_ptr += head * (SIZE_K * SIZE_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    wait_for_inputs(PDL)
+    for first in range(0, SIZE_K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < SIZE_K
+        x = tl.load(x_rows + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        w = tl.load(weight_ptr + k[:, None] * SIZE_N + n[None, :], mask=inside[:, None] & known[None, :], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    places = out_ptr + (row * num_heads + head)[:, None] * SIZE_N + n[None, :]
+    tl.store(places, acc, mask=live[:, None] & known[None, :])

@@ -11,7 +11,8 @@ Where rows are few, a program takes a part and leaves it in memory, and a second
 they are many, a program merges the parts as it goes through them. Either way the same numbers are multiplied and added
 in the same order: sums over keys and columns are products of tensor cores, which give a row the same bits in tiles of
 any shape (the softmax's denominators too: p times ones), and all else is elementwise, with no multiplication and
-addition fused into one operation. A part of which a row sees no key leaves its state as it is, to the bit.
+addition fused into one operation. A part of which a row sees no key leaves its state as it is, to the bit. A sink of
+the row's head is merged after the last part.
 
 The windows of a step take one launch, of `ordered_windows.py`.
 """
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax
+from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax, softmax_of_sinks
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
 from overlap_spec_kernels.language import let_next_begin, of_16_bits, tl, wait
 from overlap_spec_kernels.launch import (
@@ -37,7 +38,8 @@ from overlap_spec_kernels.linear.call import num_multiprocessors
 
 FIRST_PART = 128  # keys; a power of two
 _FEW_PARTS = 8  # parts of one length, after which the next are twice as long; the first length has twice as many
-_BLOCK_N, _WIDE_HEAD = 128, 128  # keys that a program reads at once; half as many of wider heads
+_WIDE_HEAD, _LARGE_HEAD = 128, 256  # columns; of the result of a larger head a program has so many
+_BLOCK_N = 128  # keys that a program reads at once; half as many of wider heads, a quarter of larger ones
 _MIN_DOT = 16  # the smallest side of a tensor-core product
 _LARGEST_M = 128  # rows times heads of a tile
 _STAGES, _STAGES_APART = 2, 3  # of loops over blocks of keys, all or a part of them
@@ -97,7 +99,12 @@ def ordered_tiling(
 
 def _largest_tile(head_dim: int) -> int:
     """Rows times heads."""
-    return _LARGEST_M if head_dim <= 128 else _LARGEST_M // 2
+    return _LARGEST_M if head_dim <= _WIDE_HEAD else _LARGEST_M // 2
+
+
+def _block_n(head_dim: int) -> int:
+    """Keys that a program reads at once."""
+    return _BLOCK_N if head_dim <= _WIDE_HEAD else _BLOCK_N // 2 if head_dim <= _LARGE_HEAD else _BLOCK_N // 4
 
 
 def ordered_attention(
@@ -112,18 +119,19 @@ def ordered_attention(
     window: int | None = None,
     scales: KVScales = NO_SCALES,
     read_before_wait: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` in one order. The arguments are its, and have been checked by it where they come from a user.
 
     read_before_wait: an ordinary launch ran after row_starts and positions were written.
     Shapes: q [T, nq, d], caches [num_pages, page_size, nkv, d], page_table [B, P] i32, row_starts [B + 1] i32,
-    positions [T] i64 -> [T, nq, d]. Sync: never on CUDA.
+    positions [T] i64, sinks [nq] -> [T, nq, d]. Sync: never on CUDA.
     """
     given = (q, k_cache, v_cache, page_table, row_starts, positions)
     if not runs_triton(q):
-        return ordered_attention_reference(*given, scale, window, scales)
+        return ordered_attention_reference(*given, scale, window, scales, sinks)
     tiling = ordered_tiling(q, k_cache, page_table, max_rows, num_multiprocessors(q.device))
-    return attend_in_order(*given, scale, tiling, window, scales, read_before_wait)
+    return attend_in_order(*given, scale, tiling, window, scales, read_before_wait, sinks)
 
 
 def ordered_attention_reference(
@@ -136,6 +144,7 @@ def ordered_attention_reference(
     scale: float,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Row by row, part by part. Sync: reads row_starts, positions and page_table on the host."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -157,6 +166,8 @@ def ordered_attention_reference(
                 p, rescale = (scores - highest[:, None]).exp(), (state[1] - highest).exp()
                 total = total * rescale + p.sum(1)
                 state = state[0] * rescale[:, None] + torch.einsum("hk,khd->hd", p, v), highest
+            if sinks is not None:
+                total = total + (sinks.to(wide) - state[1]).exp()
             out[row] = (state[0] / total[:, None] * scales.v).to(q.dtype)
     return out
 
@@ -173,6 +184,7 @@ def attend_in_order(
     window: int | None = None,
     scales: KVScales = NO_SCALES,
     read_before_wait: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`ordered_attention` by the kernels, divided by `tiling`. Sync: never."""
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -182,21 +194,11 @@ def attend_in_order(
     if num_parts:
         partial = q.new_empty((num_rows, num_heads, num_parts, head_dim), dtype=torch.float32)
         stats = q.new_empty((num_rows, num_heads, num_parts, 2), dtype=torch.float32)
-    _ordered_attention_kernel[(tiling.num_tiles, num_kv_heads * tiling.splits, num_requests)](
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_starts,
-        positions,
-        partial,
-        stats,
-        scale * scales.k * _LOG2_E,
-        scales.v,
-        *q.stride()[:2],
-        page_table.stride(0),
-        num_parts,
-        tiling.splits,
+    parts_of_values = ceil_div(head_dim, _LARGE_HEAD)
+    assert parts_of_values == 1 or head_dim == 2 * _LARGE_HEAD, "programs have whole parts of a larger head"
+    _ordered_attention_kernel[(tiling.num_tiles * parts_of_values, num_kv_heads * tiling.splits, num_requests)](
+        *(q, k_cache, v_cache, page_table, row_starts, positions, partial, stats, q if sinks is None else sinks),
+        *(scale * scales.k * _LOG2_E, scales.v, *q.stride()[:2], page_table.stride(0), num_parts, tiling.splits),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -204,20 +206,22 @@ def attend_in_order(
         TILE_ROWS=tiling.rows,
         APART=num_parts > 0,
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         EIGHT_BITS=k_cache.element_size() == 1 and k_cache.is_cuda,
         READ_BEFORE_WAIT=read_before_wait,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
         BLOCK_M=tiling.block_m,
-        BLOCK_N=_BLOCK_N if head_dim <= _WIDE_HEAD else _BLOCK_N // 2,
+        BLOCK_N=_block_n(head_dim),
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
-        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4),
+        PARTS_OF_VALUES=parts_of_values,
+        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4 * parts_of_values),
         num_stages=_STAGES_APART if num_parts else _STAGES,
         enable_fp_fusion=False,
         **dependent_launch(q.device, num_rows),
     )
     if num_parts:
-        _merge(partial, stats, positions, out, scales, window, read_before_wait)
+        _merge(partial, stats, positions, out, scales, window, read_before_wait, sinks)
     return out
 
 
@@ -229,6 +233,7 @@ def _merge(
     scales: KVScales,
     window: int | None,
     read_before_wait: bool,
+    sinks: Tensor | None,
 ) -> None:
     """Add up the parts of each row, in the order of positions. Shapes: partial [T, n, P, d], out [T, n, d]."""
     num_rows, num_heads, num_parts, head_dim = partial.shape
@@ -237,9 +242,11 @@ def _merge(
         stats,
         positions,
         out,
+        out if sinks is None else sinks,
         scales.v,
         num_parts,
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         READ_BEFORE_WAIT=read_before_wait,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
@@ -280,27 +287,40 @@ def _merged(
     return acc, new_highest, denominator
 
 
+@TritonKernel
+def _with_sinks(
+    acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, sink_ptrs: tl.tensor, live: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The sums after a logit of each row's head, which adds no value. Shapes: [M, D], four times [M]."""
+    sink, one = softmax_of_sinks(sink_ptrs, live)
+    nothing = tl.zeros(acc.shape, tl.float32)
+    acc, _, denominator = _merged(acc, highest, denominator, nothing, sink, one)
+    return acc, denominator
+
+
 @TritonKernel.with_options(do_not_specialize=("num_parts", "splits"))
 def _ordered_attention_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, page_table_ptr: tl.tensor, row_starts_ptr: tl.tensor,
-    positions_ptr: tl.tensor, out_ptr: tl.tensor, stats_ptr: tl.tensor,
+    positions_ptr: tl.tensor, out_ptr: tl.tensor, stats_ptr: tl.tensor, sinks_ptr: tl.tensor,
     scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int, num_parts: int,
     splits: int,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr,
-    READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS_OF_VALUES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (tile, KV head and split, request); m of a block is (row, head).
+    """Program (tile and part of the columns of values, KV head and split, request); m of a block is (row, head).
 
     APART: of the parts it takes every `splits`th, and leaves each in memory; else all.
     """
+    BLOCK_V: tl.constexpr = BLOCK_D // PARTS_OF_VALUES
     let_next_begin(PDL)
     if not READ_BEFORE_WAIT:
         wait(PDL)
     kv_head = tl.program_id(1) // splits
     request = tl.program_id(2).to(tl.int64)
-    first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) * TILE_ROWS
+    first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) // PARTS_OF_VALUES * TILE_ROWS
     end_row = tl.minimum(tl.load(row_starts_ptr + request + 1), first_row + TILE_ROWS)
     if first_row < end_row:
         m = tl.arange(0, BLOCK_M)
@@ -325,7 +345,10 @@ def _ordered_attention_kernel(
         q = tl.load(q_places, mask=mask, other=0.0)
         out_row = row * (NUM_KV_HEADS * GROUP) + head
         k_ptr += kv_head * HEAD_DIM
-        v_ptr += kv_head * HEAD_DIM
+        first_value = tl.program_id(0) % PARTS_OF_VALUES * BLOCK_V
+        v_ptr += kv_head * HEAD_DIM + first_value
+        value = first_value + tl.arange(0, BLOCK_V)
+        shown = live[:, None] & (value < HEAD_DIM)[None, :]
         table_row_ptr = page_table_ptr + request * table_stride
         if APART:
             for part in range(tl.program_id(1) % splits, _part_of(end_key - 1, FIRST_PART, FEW) + 1, splits):
@@ -335,20 +358,22 @@ def _ordered_attention_kernel(
                     acc, highest, denominator = _attend(
                         q, position, part, k_ptr, v_ptr, table_row_ptr, begin, begin, end, scale_log2,
                         NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW,
-                        BLOCK_M, BLOCK_N, BLOCK_D
+                        BLOCK_M, BLOCK_N, BLOCK_V
                     )  # fmt: skip
                     at = out_row * num_parts + part
                     tl.store(stats_ptr + at * 2, highest, mask=live)
                     tl.store(stats_ptr + at * 2 + 1, denominator, mask=live)
-                    tl.store(out_ptr + at[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+                    tl.store(out_ptr + at[:, None] * HEAD_DIM + value[None, :], acc, mask=shown)
         else:
             acc, highest, denominator = _attend(
                 q, position, _part_of(first_key, FIRST_PART, FEW), k_ptr, v_ptr, table_row_ptr, first_block, seen_key,
                 end_key, scale_log2, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS,
-                FIRST_PART, FEW, BLOCK_M, BLOCK_N, BLOCK_D
+                FIRST_PART, FEW, BLOCK_M, BLOCK_N, BLOCK_V
             )  # fmt: skip
+            if SINKS:
+                acc, denominator = _with_sinks(acc, highest, denominator, sinks_ptr + head, live)
             acc = acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
-            tl.store(out_ptr + out_row[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+            tl.store(out_ptr + out_row[:, None] * HEAD_DIM + value[None, :], acc, mask=shown)
     elif READ_BEFORE_WAIT:
         wait(PDL)
 
@@ -359,13 +384,13 @@ def _attend(
     first_key: tl.tensor, seen_key: tl.tensor, end_key: tl.tensor, scale_log2: float,
     CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, APART: tl.constexpr,
     WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Keys first_key..end_key - 1, from a block of `part` on. Returns (sum of p V, highest score, sum of p).
 
     `seen_key`: where blocks end that all rows see whole, which take no mask. Of parts apart, each block takes one.
     """
-    part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
+    part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
     part_highest, denominator = empty_softmax(BLOCK_M)
     acc, highest = part_acc, part_highest
     ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
@@ -375,14 +400,14 @@ def _attend(
         for block in range(begin, end_key if masked else seen_key, BLOCK_N):
             part_acc, part_highest, part_sums = _attend_to_block(
                 q, ones, position, part_acc, part_highest, part_sums, k_ptr, v_ptr, table_row_ptr, block, end_key,
-                scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, masked, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
+                scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, masked, WINDOW, EIGHT_BITS, BLOCK_N, q.shape[1]
             )  # fmt: skip
             if not APART:  # noqa: SIM102 (the outer condition is the compiler's)
                 if block + BLOCK_N >= part_end:
                     acc, highest, denominator = _merged(
                         acc, highest, denominator, part_acc, part_highest, tl.max(part_sums, axis=1)
                     )  # fmt: skip
-                    part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
+                    part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
                     part_highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
                     part += 1
                     part_end = _begin_of_part(part + 1, FIRST_PART, FEW)
@@ -406,14 +431,14 @@ def _attend_to_block(
 
     The one multiplication that is fused with an addition is written as such, so it is in every tile.
     """
-    column = tl.arange(0, BLOCK_D)
+    column, value = tl.arange(0, BLOCK_D), tl.arange(0, acc.shape[1])
     inside = column < HEAD_DIM
     key = block + tl.arange(0, BLOCK_N)
     valid = key < (end_key if MASKED else block + BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
     offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
     k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
-    v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    v = tl.load(v_ptr + offset[:, None] + value[None, :], mask=valid[:, None] & (value < HEAD_DIM)[None, :], other=0.0)
     if EIGHT_BITS:
         k, v = of_16_bits(k, q.dtype, EIGHT_BITS), of_16_bits(v, q.dtype, EIGHT_BITS)
     else:
@@ -444,9 +469,9 @@ def _attend_to_keys(
 
 @TritonKernel.with_options(do_not_specialize=("num_parts",))
 def _merge_kernel(
-    partial_ptr: tl.tensor, stats_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, v_scale: float,
-    num_parts: int, WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr,
-    FEW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr: tl.tensor, stats_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, sinks_ptr: tl.tensor,
+    v_scale: float, num_parts: int, WINDOW: tl.constexpr, SINKS: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr,
+    FIRST_PART: tl.constexpr, FEW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, head): the parts of which the row sees a key, in order. A program wrote each of them."""
     let_next_begin(PDL)
@@ -469,4 +494,6 @@ def _merge_kernel(
         part_acc = tl.load(partial_ptr + place * HEAD_DIM + column, mask=inside, other=0.0)
         part_highest, part_denominator = tl.load(stats_ptr + place * 2 + one), tl.load(stats_ptr + place * 2 + 1 + one)
         acc, highest, denominator = _merged(acc, highest, denominator, part_acc, part_highest, part_denominator)
+    if SINKS:
+        acc, denominator = _with_sinks(acc, highest, denominator, sinks_ptr + tl.program_id(1) + one, one < 1)
     tl.store(out_ptr + out_row * HEAD_DIM + column, acc / denominator[:, None] * v_scale, mask=inside)

@@ -15,20 +15,20 @@ from torch import Tensor
 from overlap_spec_kernels.attention._decode_attention_kernel import _arrive, empty_softmax
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, to_cache
 from overlap_spec_kernels.attention.ordered_attention import (
-    _BLOCK_N,
     _FEW_PARTS,
+    _LARGE_HEAD,
     _LOG2_E,
     _MIN_DOT,
     _ROWS_OF_WARP,
     _STAGES,
     _STAGES_APART,
-    _WIDE_HEAD,
     FIRST_PART,
     OrderedTiling,
     _attend,
     _attend_to_block,
     _attend_to_keys,
     _begin_of_part,
+    _block_n,
     _largest_tile,
     _merged,
     _part_of,
@@ -48,7 +48,8 @@ _COUNTERS = 1024  # units whose parts are taken apart are fewer than multiproces
 
 def takes_windows(width: int, group: int, head_dim: int) -> bool:
     """Whether `ordered_windows` takes requests of so many rows, of `group` query heads for a KV head."""
-    return width <= MAX_CHAIN_WIDTH and next_power_of_2(width * group) <= _largest_tile(head_dim)
+    is_small = width <= MAX_CHAIN_WIDTH and head_dim <= _LARGE_HEAD
+    return is_small and next_power_of_2(width * group) <= _largest_tile(head_dim)
 
 
 def ordered_windows(
@@ -155,7 +156,7 @@ def attend_to_windows(
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
         BLOCK_M=tiling.block_m,
-        BLOCK_N=_BLOCK_N if head_dim <= _WIDE_HEAD else _BLOCK_N // 2,
+        BLOCK_N=_block_n(head_dim),
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         BLOCK_W=next_power_of_2(width),
         num_warps=_WARPS_OF_LARGE if is_large else max(tiling.block_m // _ROWS_OF_WARP, 4),

@@ -6,21 +6,34 @@ number of rows: on a CPU in float32, on a GPU in 16 bits. Of layers that recur, 
 positions chunks compute, and which windows (`Limits.drawn_apart`). docs/correctness.md has the tests.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings
 from overlap_spec.errors import ConfigError
 
 FLAG = "enable_deterministic_inference"
 RECURRING = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "GraniteMoeHybrid")
-# Weights of few bits with which layers that recur are tested on a GPU, as checkpoints store them.
-RECURRING_IN = {"fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), "awq": ("Qwen3_5",), "gptq": ("Qwen3_5",)}
+MIXTURES = ("Qwen3Moe", "Mixtral", "GptOss")
+LATENT = ("DeepseekV2", "DeepseekV3")
+DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2")
+# Families of which a GPU takes few bits only as these checkpoints store them, with which they are tested.
+IN_TESTED = (*RECURRING, *MIXTURES, *LATENT)
+TESTED_IN = {
+    "fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", *LATENT),  # by blocks
+    "awq": ("Qwen3_5",),
+    "gptq": ("Qwen3_5",),
+}
 FAMILIES = {  # all of whose layers the kernels run, by device
-    "cpu": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3", *RECURRING),
-    "cuda": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", *RECURRING),
+    "cpu": (*DENSE, "Gemma3", *RECURRING),
+    "cuda": (*DENSE, *IN_TESTED),
 }
 TASKS = ("ForCausalLM", "ForConditionalGeneration")
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}
 FORMATS = ("fp8", "awq", "gptq")  # of weights in few bits, for which a GPU has a kernel of one order
 HEAD_UNIT, LARGEST_HEAD = 16, 256  # of the attention kernels
+LARGE_HEAD = 512  # which a GPU's take too
+GEMMA_HEAD = 256  # where its config does not say; the larger ones of Gemma 4 have 512
 ONLY_CHAINS = "on a GPU, --enable-deterministic-inference is kept for rows of chains only"
 
 
@@ -91,24 +104,34 @@ def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
     if stored is not None and device == "cpu":
         why = "torch multiplies by such weights on a CPU; use a .gguf file"
         raise ConfigError(FLAG, f"{config.model_path} is quantised, and {why}")
-    if device == "cuda" and named(RECURRING).intersection(names):
-        _check_recurring(config, stored if isinstance(stored, dict) else {}, names)
-    if stored is not None and method not in FORMATS:
+    if device == "cuda" and named(IN_TESTED).intersection(names):
+        _check_format(config, stored if isinstance(stored, dict) else {}, names)
+    elif stored is not None and method not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(FLAG, f"{config.model_path} is quantised to {method}: on a GPU it is for {known} and 16 bits")
-    heads = int(values.get("num_attention_heads") or 1)
-    head_dim = int(values.get("head_dim") or int(values.get("hidden_size") or 0) // heads)
-    if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
-        raise ConfigError(FLAG, f"needs heads of a multiple of 16 up to 256, and this model's have {head_dim}")
+    if not named(LATENT).intersection(names):  # whose heads have a kernel of their own
+        _check_heads(values, names, device)
 
 
-def _check_recurring(config: EngineConfig, stored: dict[str, object], names: tuple[str, ...]) -> None:
+def _check_heads(values: Mapping[str, Any], names: tuple[str, ...], device: str) -> None:
+    heads, is_gemma = int(values.get("num_attention_heads") or 1), named(("Gemma3", "Gemma4")).intersection(names)
+    default = GEMMA_HEAD if is_gemma else int(values.get("hidden_size") or 0) // heads
+    sizes = [int(values.get("head_dim") or default)]
+    if named(("Gemma4",)).intersection(names):
+        sizes.append(int(values.get("global_head_dim") or LARGE_HEAD))
+    for size in sizes:
+        if (size % HEAD_UNIT or size > LARGEST_HEAD) and (device == "cpu" or size != LARGE_HEAD):
+            also = "" if device == "cpu" else ", or of 512"
+            raise ConfigError(FLAG, f"needs heads of a multiple of 16 up to 256{also}, and this model's have {size}")
+
+
+def _check_format(config: EngineConfig, stored: dict[str, object], names: tuple[str, ...]) -> None:
     """Fewer than 16 bits: where the checkpoint has them, of the formats that are tested."""
-    known = "16 bits, a checkpoint in fp8 by blocks and, of dense models, awq and gptq"
+    tested = [each for each, families in TESTED_IN.items() if named(families).intersection(names)]
+    known = " and ".join(("16 bits", *(f"checkpoints in {each}" for each in tested))).replace("fp8", "fp8 by blocks")
     method = stored.get("quant_method")
     if config.quantization is not None:
         raise ConfigError(FLAG, f"is on a GPU for {known} of {', '.join(names)}, not for --quantization")
-    tested = named(RECURRING_IN.get(str(method), ())).intersection(names)
     by_tensor = method == "fp8" and not stored.get("weight_block_size")
-    if method is not None and (not tested or by_tensor):
+    if method is not None and (method not in tested or by_tensor):
         raise ConfigError(FLAG, f"is on a GPU for {known} of {', '.join(names)}, not for this {method}")

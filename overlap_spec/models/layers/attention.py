@@ -417,7 +417,7 @@ class PagedAttention:
             return paged_attention_reference(*shared, layer.shape.scale, *kind)
         if self._choice.in_order:
             sizes = (rows.max_rows, layer.shape.scale)
-            return ordered_attention(*shared, *sizes, layer.window, layer.scales, read_before_wait)
+            return ordered_attention(*shared, *sizes, *kind[:2], read_before_wait, layer.shape.sinks)
         return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, *kind)
 
     def _attend_in_run(self, layer: PagedLayer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from overlap_spec_kernels import LatentScratch, Normed, latent_attention, latent_tree_attention, rope_latent_write
 from overlap_spec_kernels.attention.kv_format import write_rows
-from overlap_spec_kernels.attention.latent_heads import in_halves, latent_heads
+from overlap_spec_kernels.attention.latent_heads import head_products, in_halves, latent_heads
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write_reference
 from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from torch import Tensor
@@ -83,6 +83,7 @@ class LatentProjection:
     rows: LatentRows
     low_rank: LowRankQueries | None  # None: the first linear gives the queries themselves
     key: Tensor  # [n, dn, r]
+    in_order: bool = False  # sums of products with `key` have one order, whatever rows are beside a row
 
     @property
     def work(self) -> ForwardWork:
@@ -97,7 +98,7 @@ class LatentProjection:
         queries = projected[:, : -(rank + rope_dim)]
         queries = queries if self.low_rank is None else self.low_rank(queries)
         whole, turned = queries.view(len(queries), num_heads, -1).split((size, rope_dim), dim=2)
-        absorbed = (whole.transpose(0, 1) @ self.key).transpose(0, 1)
+        absorbed = of_heads(whole, self.key, self.in_order)
         rows, norm = projected[:, -(rank + rope_dim) :], self.rows.norm
         return latent_heads(absorbed, turned, rows, norm.weight, norm.eps, self.rows.interleaved)
 
@@ -110,6 +111,10 @@ class LatentAttention:
     value: Tensor  # [n, r, dv]
     output: AnyLinear  # [H, n dv]
     shape: AttentionShape
+
+    def ordered(self) -> "LatentAttention":
+        """The same, whose products of heads have one order of sums for any number of rows: of a model in 16 bits."""
+        return replace(self, qkv=replace(self.qkv, in_order=True))
 
     @property
     def work(self) -> ForwardWork:
@@ -135,8 +140,13 @@ class LatentAttention:
 
     def _values(self, latents: Tensor) -> Tensor:
         """Of sums of latents. Shapes: [R, n r] -> [R, n dv]."""
-        by_head = latents.view(len(latents), len(self.value), -1).transpose(0, 1)
-        return (by_head @ self.value).transpose(0, 1).flatten(1)
+        by_head = latents.view(len(latents), len(self.value), -1)
+        return of_heads(by_head, self.value, self.qkv.in_order).flatten(1)
+
+
+def of_heads(x: Tensor, weight: Tensor, in_order: bool) -> Tensor:
+    """Each head's columns times its matrix. Shapes: x [T, n, I], weight [n, I, O] -> [T, n, O]."""
+    return head_products(x, weight) if in_order else (x.transpose(0, 1) @ weight).transpose(0, 1)
 
 
 class PagedLatents(PagedAttention):

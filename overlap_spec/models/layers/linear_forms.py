@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import Normed, OrderedQuantizedWeight, OrderedWeight, QuantizedWeight, normalised
 from torch import Tensor
 
+from overlap_spec.models.layers.latent import LatentAttention
 from overlap_spec.models.layers.linear import (
     FEW_ROWS,
     AnyLinear,
@@ -27,6 +28,8 @@ from overlap_spec.models.layers.linear import (
 )
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.work import address
+
+IN_16_BITS = (torch.bfloat16, torch.float16)
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -170,7 +173,10 @@ class OrderedLinear(FusedLinear, DenseLinear):
 
 
 def in_one_order(node: T) -> T:
-    """A model, all of whose linears in 16, 8 and 4 bits are ordered ones. Only weights in fragment order are copied."""
+    """A model, all of whose linears in 16, 8 and 4 bits are ordered ones, and products of heads of latent attention.
+
+    Only weights in fragment order are copied.
+    """
 
     def of_few_bits(linear: QuantizedLinear) -> QuantizedLinear:
         weight = linear.operand
@@ -179,8 +185,10 @@ def in_one_order(node: T) -> T:
         return replace(linear, operand=OrderedQuantizedWeight.of(weight))
 
     def ordered(linear: DenseLinear, name: str) -> AnyLinear:
-        if linear.compute_dtype not in (torch.bfloat16, torch.float16):
-            return linear
-        return OrderedLinear(linear.stored, linear.bias)
+        return OrderedLinear(linear.stored, linear.bias) if linear.compute_dtype in IN_16_BITS else linear
 
-    return with_nodes(with_linears(node, ordered), QuantizedLinear, of_few_bits)
+    def of_latents(attention: LatentAttention) -> LatentAttention:
+        return attention.ordered() if attention.value.dtype in IN_16_BITS else attention
+
+    with_all = with_nodes(with_linears(node, ordered), QuantizedLinear, of_few_bits)
+    return with_nodes(with_all, LatentAttention, of_latents)

@@ -12,8 +12,14 @@ from overlap_spec_kernels.attention.latent_attention import (
     latent_attention_reference,
     latent_tree_attention_reference,
 )
-from overlap_spec_kernels.attention.latent_heads import _latent_heads_triton, latent_heads_reference
+from overlap_spec_kernels.attention.latent_heads import (
+    _head_products_triton,
+    _latent_heads_triton,
+    head_products,
+    latent_heads_reference,
+)
 from overlap_spec_kernels.attention.rope_latent_write import _rope_latent_write_triton, rope_latent_write_reference
+from support.dots_in_order import dots_in_order
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -230,3 +236,15 @@ def test_queries_and_rows_are_put_together(num_heads: int, size: tuple[int, int]
         run(absorbed, queries, rows, weight, 0.1, interleaved) for run in (_latent_heads_triton, latent_heads_reference)
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(3, 40, 72), (2, 130, 20)])
+def test_products_of_heads(sizes: tuple[int, int, int]) -> None:
+    """Of parts of other tensors; a row has the bits that it has alone, in tiles of all sizes."""
+    heads, size_k, size_n = sizes
+    x, weight = torch.randn(130, heads, size_k + 6)[:, :, 3:-3], torch.randn(heads, size_k, size_n)
+    torch.testing.assert_close(_head_products_triton(x, weight), head_products(x, weight), rtol=1e-5, atol=1e-4)
+    with dots_in_order():
+        whole = _head_products_triton(x, weight)
+        for count in (1, 2, 16, 17, 40, 64, 65):
+            assert torch.equal(_head_products_triton(x[:count], weight), whole[:count]), count

@@ -19,6 +19,7 @@ from overlap_spec_kernels.attention.ordered_attention import (
     part_of,
 )
 from overlap_spec_kernels.attention.ordered_windows import attend_to_windows, ordered_windows_reference
+from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import fused_linear_reference
@@ -95,9 +96,11 @@ def test_a_row_of_a_linear_has_one_class_of_bits(gated: bool) -> None:
     assert len(set(tiles.values())) > 2
 
 
-def attended(inputs: AttentionInputs, tiling: OrderedTiling, window: int | None = None) -> torch.Tensor:
+def attended(
+    inputs: AttentionInputs, tiling: OrderedTiling, window: int | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     *tensors, _, scale, _ = inputs
-    return attend_in_order(*tensors, scale, tiling, window)
+    return attend_in_order(*tensors, scale, tiling, window, sinks=sinks)
 
 
 def tilings(inputs: AttentionInputs) -> list[OrderedTiling]:
@@ -112,7 +115,7 @@ def tilings(inputs: AttentionInputs) -> list[OrderedTiling]:
     ("requests", "window"),
     [([(300, 3), (0, 3), (15, 3)], None), ([(250, 9), (0, 5), (127, 1)], 70), ([(255, 2), (100, 40)], None)],
 )
-@pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(3, 1, 24)], ids=str)
+@pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(3, 1, 24), HeadShape(2, 1, 512)], ids=str)
 def test_attention_is_its_reference(requests: list[tuple[int, int]], window: int | None, heads: HeadShape) -> None:
     inputs = attention_inputs(heads, requests, 16, torch.float32)
     *tensors, _, scale, _ = inputs
@@ -121,11 +124,31 @@ def test_attention_is_its_reference(requests: list[tuple[int, int]], window: int
         torch.testing.assert_close(attended(inputs, tiling, window), expected, **CLOSE)
 
 
+SINKS = torch.tensor([0.7, -40.0, 3.0, 9.0, -1.0, 0.0])  # of heads whose scores are less, more, and alike
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks_are_a_logit_that_adds_nothing(window: int | None) -> None:
+    """Those of `paged_attention`; and a head's only, in parts, at once, and beside other rows."""
+    inputs = attention_inputs(HeadShape(6, 2, 16), [(300, 3), (0, 2)], 16, torch.float32)
+    *tensors, _, scale, _ = inputs
+    expected = paged_attention_reference(*tensors, scale, window, sinks=SINKS)
+    plain = ordered_attention_reference(*tensors, scale, window)
+    assert (plain - expected)[:, 3].abs().max() > 0.1 > (plain - expected)[:, 1].abs().max()
+    torch.testing.assert_close(ordered_attention_reference(*tensors, scale, window, sinks=SINKS), expected, **CLOSE)
+    for tiling in tilings(inputs):
+        torch.testing.assert_close(attended(inputs, tiling, window, SINKS), expected, **CLOSE)
+
+
 @pytest.mark.slow_but_every(1)
-@pytest.mark.parametrize("window", [150, None])
-def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "sinks", "head_dim"), [(150, None, 16), (None, None, 16), (150, SINKS[:2], 16), (None, None, 512)]
+)
+def test_a_row_of_attention_has_one_class_of_bits(
+    window: int | None, sinks: torch.Tensor | None, head_dim: int
+) -> None:
     """The rows of a prompt's end, one after another, in windows, in chunks, in parts and at once."""
-    heads, begin, count = HeadShape(2, 1, 16), 250, 9
+    heads, begin, count = HeadShape(2, 1, head_dim), 250, 9
     whole = attention_inputs(heads, [(begin, count)], 16, torch.float32)
     found: list[torch.Tensor] = []
     with dots_in_order():
@@ -138,7 +161,7 @@ def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
                     some = whole._replace(
                         q=whole.q[part], row_starts=starts, positions=whole.positions[part], max_rows=size
                     )
-                    rows.append(attended(some, tilings(some)[apart], window))
+                    rows.append(attended(some, tilings(some)[apart], window, sinks))
                 found.append(torch.cat(rows))
     assert all(torch.equal(found[0], other) for other in found[1:])
 

@@ -22,6 +22,12 @@ FAMILIES_IN_FORMATS: dict[str, tuple[str, str, dict[str, int]]] = {
     "mixtral in mxfp4": ("mixtral", "mxfp4", IN_BLOCKS),
     "qwen3 moe in fp8": ("qwen3 moe", "fp8 by block", IN_BLOCKS | {"moe_intermediate_size": 128}),
     "mixtral in int4": ("mixtral", "awq", IN_BLOCKS),
+    "gpt oss in mxfp4": ("gpt oss", "mxfp4 of gpt-oss", SIZES | {"intermediate_size": 64}),
+    "deepseek v3 in fp8": (
+        "deepseek v3",
+        "fp8 by block",
+        IN_BLOCKS | {"moe_intermediate_size": 128, "q_lora_rank": 128, "v_head_dim": 32},
+    ),
 }
 Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end of their names, the weight that they mean
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
@@ -41,6 +47,8 @@ def quantised(
 
     So do those of several experts in one tensor, which no loader reads in few bits.
     """
+    if kind == "mxfp4 of gpt-oss":
+        return in_mxfp4(checkpoint)
     config, convert = FORMATS[kind]
     stored, plain = dict(checkpoint.tensors), dict(checkpoint.tensors)
     for name, weight in checkpoint.tensors.items():

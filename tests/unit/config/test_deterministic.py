@@ -60,16 +60,26 @@ def test_layers_that_recur_keep_it(machine: Machine) -> None:
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def recurring(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
+def test_latent_attention_has_a_kernel_of_its_own() -> None:
+    """So hidden / heads is not looked at."""
+    changed = {"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2560, "num_attention_heads": 200}
+    assert settle(GPU, changed=changed, speculative_algorithm="NGRAM").model.deterministic
+
+
+def stored_as(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"]} | ({"quantization_config": stored} if stored else {})
 
 
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [("Qwen3Next", BY_BLOCK), ("Qwen3_5Moe", BY_BLOCK), ("Qwen3_5", BY_BLOCK), ("Qwen3_5", {"quant_method": "awq"})],
+    [
+        *[("Qwen3Next", BY_BLOCK), ("Qwen3_5Moe", BY_BLOCK), ("Qwen3_5", BY_BLOCK)],
+        *[("Qwen3_5", {"quant_method": "awq"}), ("DeepseekV3", BY_BLOCK), ("DeepseekV2", None)],
+        *[("Qwen3Moe", None), ("Mixtral", None), ("GptOss", None), ("Olmo2", {"quant_method": "awq"})],
+    ],
 )
-def test_layers_that_recur_keep_it_in_tested_formats(name: str, stored: dict[str, Any]) -> None:
-    assert settle(GPU, changed=recurring(name, stored), speculative_algorithm="NGRAM").model.deterministic
+def test_families_keep_it_in_tested_formats(name: str, stored: dict[str, Any]) -> None:
+    assert settle(GPU, changed=stored_as(name, stored), speculative_algorithm="NGRAM").model.deterministic
 
 
 @pytest.mark.parametrize(
@@ -80,13 +90,16 @@ def test_layers_that_recur_keep_it_in_tested_formats(name: str, stored: dict[str
         ("GraniteMoeHybrid", BY_BLOCK, {}, "not for this fp8"),
         ("Qwen3_5", {"quant_method": "mxfp4"}, {}, "not for this mxfp4"),
         ("Qwen3_5", None, {"quantization": "fp8"}, "not for --quantization"),
+        ("Qwen3Moe", {"quant_method": "mxfp4"}, {}, "not for this mxfp4"),
+        ("DeepseekV3", {"quant_method": "awq"}, {}, "not for this awq"),
+        ("GptOss", None, {"quantization": "fp8"}, "not for --quantization"),
     ],
 )
-def test_other_weights_of_few_bits_of_layers_that_recur_are_refused_on_a_gpu(
+def test_other_weights_of_few_bits_are_refused_on_a_gpu(
     name: str, stored: dict[str, Any] | None, asked: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"is on a GPU for 16 bits, .*of {name}ForCausalLM, {said}"):
-        settle(GPU, changed=recurring(name, stored), speculative_algorithm="NGRAM", **asked)
+    with pytest.raises(ConfigError, match=f"is on a GPU for 16 bits.* of {name}ForCausalLM, {said}"):
+        settle(GPU, changed=stored_as(name, stored), speculative_algorithm="NGRAM", **asked)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +177,9 @@ def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "is on a GPU for models of Llama, .*Qwen3MoeForCausalLM"),
-        ({"architectures": ["Gemma3ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma3ForCausalLM"),
+        ({"architectures": ["Step3p5ForCausalLM"]}, "is on a GPU for models of Llama, .*Step3p5ForCausalLM"),
+        ({"architectures": ["Olmo2ForCausalLM"], "head_dim": 72}, "up to 256, or of 512, and this model's have 72"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma4ForCausalLM"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised to mxfp4: on a GPU it is for fp8, awq"),
     ],
 )

@@ -16,6 +16,7 @@ from overlap_spec_kernels import (
     ordered_attention,
     ordered_windows,
 )
+from overlap_spec_kernels.attention.latent_heads import head_products
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target, write_checkpoint
@@ -26,7 +27,7 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers import attention
+from overlap_spec.models.layers import attention, latent
 from overlap_spec.models.layers.attention import AttentionShape, PagedAttention, PagedLayer
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention, run_layers
@@ -111,16 +112,48 @@ def hidden(choice: AttentionChoice, family: str) -> Tensor:
     return model.forward(tokens[18:], RowBatch(rows.positions, None, rows.page_table, None, 3, True)).hidden
 
 
+def as_on_gpu(attends: PagedAttention, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
+    """In the place of what a CPU's rows take."""
+    assert rows.cache_rows is not None
+    return attends._attend(layer, attends._written(layer, heads, rows.positions, rows.cache_rows), rows).flatten(1)
+
+
+def test_sinks_are_of_the_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows with sinks are written, and then attend: one launch does not take them."""
+    expected = hidden(DEFAULT_ATTENTION, "gpt oss")
+    monkeypatch.setattr(PagedAttention, "_on_cpu", as_on_gpu)
+    monkeypatch.setattr(attention, "ordered_windows", None)
+    torch.testing.assert_close(hidden(AttentionChoice(in_order=True), "gpt oss"), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["deepseek v3", "deepseek v2 lite"])
+def test_products_of_heads_are_ordered(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries times keys and latents times values, of every layer of a model in 16 bits."""
+    target, taken = in_one_order(load_tiny_target(tiny_target(1, **TINY_FAMILIES[family]), dtype)), []
+
+    def noted(x: Tensor, weight: Tensor) -> Tensor:
+        taken.append(weight)
+        return head_products(x, weight)
+
+    monkeypatch.setattr(latent, "head_products", noted)
+    paged = Paged(num_requests=1)
+    cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    found = target.attach(cache, 64, attention=AttentionChoice(in_order=True)).forward(
+        torch.arange(6, 12), paged.rows([6])
+    )
+    assert found.hidden.isfinite().all()
+    of_layers = [layer.attention for layer in target.layers]
+    weights = [weight for each in of_layers for weight in (each.qkv.key, each.value)]
+    assert [id(each) for each in taken] == ([id(each) for each in weights] if dtype == BFLOAT else [])
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral with a window"])
 def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's rows take the way of a GPU's here, and the ops their references."""
     expected = hidden(DEFAULT_ATTENTION, family)
     windows: list[object] = []
     at_once: list[object] = []
-
-    def as_on_gpu(self: PagedAttention, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
-        assert rows.cache_rows is not None
-        return self._attend(layer, self._written(layer, heads, rows.positions, rows.cache_rows), rows).flatten(1)
 
     def noted(*given: object) -> Tensor:
         windows.append(given[8])
