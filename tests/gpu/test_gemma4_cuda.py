@@ -59,6 +59,24 @@ def test_windows(width: int, heads: HeadShape, dtype: torch.dtype, window: int |
         assert not scratch.counters.any()
 
 
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_one_request(width: int) -> None:
+    """Whose heads of 512 have launches of their own: alone, in few keys, in a table for many, and by queries alone."""
+    heads, scratch = HeadShape(32, 4, 512), DecodeScratch.allocate(512, PLACE)
+    for length, spare in ((0, 2), (33, 2), (700, 600), (5000, 2)):
+        inputs = decode_inputs(heads, width, [length], 16, BFLOAT, spare)
+        expected, k_cache, v_cache = decode_reference(inputs)
+        *tensors, scale = DecodeInputs(*(to_device(value, "cuda") for value in inputs))
+        scratch.outputs.fill_(torch.nan)
+        found = decode_attention(*tensors, scratch, scale)
+        torch.testing.assert_close(found.cpu().float(), expected, **CLOSE[BFLOAT])
+        for cache, known in zip(tensors[-2:], (k_cache, v_cache), strict=True):
+            torch.testing.assert_close(cache.cpu(), known, equal_nan=True, **CLOSE[BFLOAT])
+        queries = tensors[0][:, : heads.num_heads * heads.head_dim]
+        again = decode_attention(queries, *tensors[1:], scratch, scale, writes=False)
+        torch.testing.assert_close(again.cpu().float(), expected, **CLOSE[BFLOAT])
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
 @pytest.mark.parametrize("heads", [FULL, ONE], ids=str)

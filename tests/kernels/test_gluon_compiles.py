@@ -201,7 +201,7 @@ def test_tree_attention(name: str) -> None:
 @pytest.mark.parametrize(("width", "kv_heads"), [(4, 4), (1, 1)])
 def test_attention_of_large_heads(width: int, kv_heads: int) -> None:
     """Gemma 4's: 31B with its assistant, and E2B. Two warpgroups multiply, and nothing is spilled."""
-    constants = {"WIDTH": width, "NUM_KV_HEADS": kv_heads, "GROUP": 8, "HEAD": 512, "PAIRS": 64, "KEYS": 32}
+    constants = {"WIDTH": width, "NUM_KV_HEADS": kv_heads, "GROUP": 8, "HEAD": 512, "PAIRS": 64, "KEYS": 64}
     constants |= {"PAGE_SIZE": 16, "WARPS": 8, "PDL": True}
     ptx = assembly(large_heads, "large_heads_kernel", constants, 8)
     assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx

@@ -5,15 +5,15 @@
     sum_parts_kernel     a program takes some columns of one row and head
 
 Keys are read once for all rows. Registers hold 16 pairs of q at most, and tiles of 16 would read all keys once each.
-Here two warpgroups multiply from shared memory:
+Here two warpgroups multiply from shared memory, 64 KB each, swizzled by 128 bytes:
 
-    q         [pairs, 512]           64 KB, swizzled by 128 bytes, as are the rings
-    rings     [stage] | keys, 512 |  K, and V; zeros where there is no key
-    scores    [pairs, keys] -> weights; a warpgroup has half of the keys, and then half of the columns
+    q         [pairs, 512]
+    k, v      [keys, 512]                   zeros where there is no key
+    scores    [pairs, keys] -> weights      a warpgroup has half of the keys, and then half of the columns
 
-K's place in its ring is filled again while weights are computed, V's when its product has ended. Blocks of keys go to
-the parts in turn, as in `decode_attention`. How many parts there are follows from shapes, how many have keys from the
-length.
+Keys of the next block come while weights are computed and values are multiplied, its values while keys are. Blocks go
+to the parts in turn, as in `decode_attention`. How many parts there are follows from shapes, how many of them have keys
+from the length.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from overlap_spec_kernels.language import ampere, barrier, cuda, gl, hopper, tl,
 from overlap_spec_kernels.launch import (
     GluonKernel,
     TritonKernel,
+    capability_of,
     ceil_div,
     dependent_launch,
     next_power_of_2,
@@ -35,12 +36,8 @@ from overlap_spec_kernels.launch import (
 
 _HEAD = 512
 _PAIRS = 64  # of a row and a head, in a tile
-_KEYS = 32  # of a block
+_KEYS = 64  # of a block
 _WARPS = 8
-_FEW_PAIRS, _FEW_KEYS = (
-    16,
-    8192,
-)  # with so few pairs, and room for more keys, one launch of `decode_attention` is faster
 _SUMMED = 8192  # numbers of all parts that a program of the sum holds
 
 
@@ -49,12 +46,12 @@ def takes(
     sinks: Tensor | None,
 ) -> bool:  # fmt: skip
     """Whether these shapes are for this kernel."""
-    pairs, keys = len(qkv) * group, page_table.shape[1] * k_cache.shape[1]
     in_16_bits = qkv.dtype in (torch.bfloat16, torch.float16) and k_cache.dtype == qkv.dtype
     is_one = len(page_table) == 1 and window is None and sinks is None
-    fits = k_cache.shape[3] == _HEAD and pairs <= _PAIRS and (pairs > _FEW_PAIRS or keys <= _FEW_KEYS)
+    fits = k_cache.shape[3] == _HEAD and len(qkv) * group <= _PAIRS
     aligned = k_cache.data_ptr() % 16 == 0 == v_cache.data_ptr() % 16
-    return in_16_bits and is_one and fits and aligned and runs_gluon(qkv.device)
+    is_hopper = runs_gluon(qkv.device) and capability_of(qkv.device) in ((9, 0), None)  # None: emulated
+    return in_16_bits and is_one and fits and aligned and is_hopper
 
 
 def attend(
@@ -112,8 +109,8 @@ def large_heads_kernel(
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     q = gl.allocate_shared_memory(dtype, [PAIRS, HEAD], shared)
-    k_ring = gl.allocate_shared_memory(dtype, [2, KEYS, HEAD], shared)
-    v_ring = gl.allocate_shared_memory(dtype, [2, KEYS, HEAD], shared)
+    k = gl.allocate_shared_memory(dtype, [KEYS, HEAD], shared)
+    v = gl.allocate_shared_memory(dtype, [KEYS, HEAD], shared)
     kv_head, part = gl.program_id(0), gl.program_id(1)
     num_keys = gl.load(positions_ptr).to(gl.int32) + WIDTH
     active = gl.minimum(gl.cdiv(num_keys, KEYS), num_parts)
@@ -123,16 +120,12 @@ def large_heads_kernel(
         m = gl.arange(0, PAIRS, gl.SliceLayout(1, copy))
         pair = m // GROUP * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
         _ask_for_rows(q, q_ptr, pair * HEAD, m < WIDTH * GROUP)
-        for stage in gl.static_range(2):
-            begin = first + stage * stride
-            row, wanted = _rows_of_keys(page_table_ptr, begin, num_keys, NUM_KV_HEADS, HEAD, KEYS, PAGE_SIZE, copy)
-            _ask_for_rows(k_ring.index(stage), k_ptr, row, wanted)
-            ampere.async_copy.commit_group()
-            _ask_for_rows(v_ring.index(stage), v_ptr, row, wanted)
-            ampere.async_copy.commit_group()
+        page = _pages_of_keys(page_table_ptr, first, num_keys, PAGE_SIZE, KEYS, copy)
+        _ask_for_keys(k, k_ptr, page, first, num_keys, NUM_KV_HEADS, PAGE_SIZE)
+        _ask_for_keys(v, v_ptr, page, first, num_keys, NUM_KV_HEADS, PAGE_SIZE)
         acc, highest, denominator = _attend_to_part(
-            q, k_ring, v_ring, k_ptr, v_ptr, page_table_ptr, first, stride, num_keys, scale_log2, WIDTH, NUM_KV_HEADS,
-            GROUP, PAGE_SIZE, copy, scores_layout, mma
+            q, k, v, k_ptr, v_ptr, page_table_ptr, first, stride, num_keys, scale_log2, WIDTH, NUM_KV_HEADS, GROUP,
+            PAGE_SIZE, copy, scores_layout, mma
         )  # fmt: skip
         ampere.async_copy.wait_group(0)  # copies of zeros
         denominator = gl.where(denominator > 0.0, denominator, 1.0)  # a row may see no key of this part
@@ -149,17 +142,14 @@ def large_heads_kernel(
 
 @GluonKernel
 def _attend_to_part(
-    q: gl.shared_memory_descriptor, k_ring: gl.shared_memory_descriptor, v_ring: gl.shared_memory_descriptor,
+    q: gl.shared_memory_descriptor, k: gl.shared_memory_descriptor, v: gl.shared_memory_descriptor,
     k_ptr: gl.tensor, v_ptr: gl.tensor, page_table_ptr: gl.tensor, first: gl.tensor, stride: gl.tensor,
     num_keys: gl.tensor, scale_log2: float, WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     PAGE_SIZE: gl.constexpr, copy: gl.constexpr, scores_layout: gl.constexpr, mma: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Attend to every stride-th block of keys, the first two of which are on their way.
-
-    Four groups of copies are under way at the start of a step: K and V of two blocks.
-    """
-    KEYS: gl.constexpr = k_ring.shape[1]
-    HEAD: gl.constexpr = k_ring.shape[2]
+    """Attend to every stride-th block of keys. The first one's K is on its way, and behind it its V."""
+    KEYS: gl.constexpr = k.shape[0]
+    HEAD: gl.constexpr = k.shape[1]
     PAIRS: gl.constexpr = q.shape[0]
     highest = gl.full([PAIRS], -1.0e30, gl.float32, gl.SliceLayout(1, scores_layout))  # finite: no NaN with -inf
     denominator = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, scores_layout))
@@ -167,42 +157,45 @@ def _attend_to_part(
     zeros = gl.zeros([PAIRS, KEYS], gl.float32, scores_layout)
     key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, scores_layout)), 0)
     own = num_keys - WIDTH + gl.arange(0, PAIRS, gl.SliceLayout(1, scores_layout)) // GROUP
-    row, wanted = _rows_of_keys(
-        page_table_ptr, first + 2 * stride, num_keys, NUM_KV_HEADS, HEAD, KEYS, PAGE_SIZE, copy
-    )  # fmt: skip
-    stage = 0
+    page = _pages_of_keys(page_table_ptr, first + stride, num_keys, PAGE_SIZE, KEYS, copy)
     for begin in range(first, num_keys, stride):
-        ampere.async_copy.wait_group(3)
+        ampere.async_copy.wait_group(1)
         hopper.fence_async_shared()
-        scores = hopper.warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False)
+        scores = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False)
         barrier()  # all warps have read K
-        _ask_for_rows(k_ring.index(stage), k_ptr, row, wanted)
-        ampere.async_copy.commit_group()
+        _ask_for_keys(k, k_ptr, page, begin + stride, num_keys, NUM_KV_HEADS, PAGE_SIZE)
         scores = gl.where(begin + key <= gl.expand_dims(own, 1), scores, float("-inf"))
         weights, highest, denominator, rescale = _weigh(scores, highest, denominator, scale_log2, q.dtype, mma)
         acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, mma)), 1)
-        ampere.async_copy.wait_group(3)
+        ampere.async_copy.wait_group(1)
         hopper.fence_async_shared()
-        acc = hopper.warpgroup_mma(weights, v_ring.index(stage), acc)
+        acc = hopper.warpgroup_mma(weights, v, acc)
         barrier()  # all warps have read V
-        _ask_for_rows(v_ring.index(stage), v_ptr, row, wanted)
-        ampere.async_copy.commit_group()
-        row, wanted = _rows_of_keys(
-            page_table_ptr, begin + 3 * stride, num_keys, NUM_KV_HEADS, HEAD, KEYS, PAGE_SIZE, copy
-        )  # fmt: skip
-        stage = 1 - stage
+        _ask_for_keys(v, v_ptr, page, begin + stride, num_keys, NUM_KV_HEADS, PAGE_SIZE)
+        page = _pages_of_keys(page_table_ptr, begin + 2 * stride, num_keys, PAGE_SIZE, KEYS, copy)
     return acc, highest, denominator
 
 
 @GluonKernel
-def _rows_of_keys(
-    page_table_ptr: gl.tensor, first: gl.tensor, end: gl.tensor, NUM_KV_HEADS: gl.constexpr, HEAD: gl.constexpr,
-    KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr, copy: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Where a block's keys lie in the cache, and which of them are before `end`. Shapes: -> [KEYS] i64, [KEYS]."""
+def _pages_of_keys(
+    page_table_ptr: gl.tensor, first: gl.tensor, end: gl.tensor, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    copy: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Pages of a block's keys. Shapes: -> [KEYS] i32."""
     key = first + gl.arange(0, KEYS, gl.SliceLayout(1, copy))
-    page = gl.load(page_table_ptr + key // PAGE_SIZE, mask=key < end, other=0).to(gl.int64)
-    return (page * PAGE_SIZE + key % PAGE_SIZE) * (NUM_KV_HEADS * HEAD), key < end
+    return gl.load(page_table_ptr + key // PAGE_SIZE, mask=key < end, other=0)
+
+
+@GluonKernel
+def _ask_for_keys(
+    shared: gl.shared_memory_descriptor, ptr: gl.tensor, page: gl.tensor, first: gl.tensor, end: gl.tensor,
+    NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Begin to copy keys, or values, of a block; zeros from `end` on. One group of copies."""
+    key = first + gl.arange(0, shared.shape[0], page.type.layout)
+    row = page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    _ask_for_rows(shared, ptr, row * (NUM_KV_HEADS * shared.shape[1]), key < end)
+    ampere.async_copy.commit_group()
 
 
 @TritonKernel.with_options(do_not_specialize=("num_parts",))
