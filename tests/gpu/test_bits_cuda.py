@@ -64,7 +64,8 @@ def load(config: RingConfig, family: str = "llama", **shape: Any) -> LoadedModel
 
 
 def assert_bits_in(ways: tuple[str, ...], codec: TextCodec, load: Load, **engine: Any) -> None:
-    assert_bits_of_alone(REQUESTS, {way: WAYS[way] for way in ways}, codec, load, **(ENGINE | engine))
+    requests = engine.pop("requests", REQUESTS)
+    assert_bits_of_alone(requests, {way: WAYS[way] for way in ways}, codec, load, **(ENGINE | engine))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,18 +81,19 @@ SIZES: dict[str, dict[str, Any]] = {  # with which families have the kernels of 
 }
 SIZES["qwen3 moe"] |= {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 16}
 SIZES["deepseek v3"] |= {"num_key_value_heads": 16, "moe_intermediate_size": 256}
-MIXTURES = ("mixtral", "gpt oss", "deepseek v2 lite")
+MIXTURES = ("mixtral", "glm 4.5", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3", "olmo 2", *MIXTURES])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3", "gemma 3", "olmo 2", *MIXTURES])
 def test_families(codec: TextCodec, family: str) -> None:
     """Biases, norms of heads, norms behind, windows, experts, sinks, latents."""
-    assert_bits_in(("EAGLE-3, in graphs", "EAGLE-3"), codec, partial(load, family=family))
+    assert_bits_in(("EAGLE-3, in graphs", "EAGLE-3"), codec, partial(load, family=family), requests=REQUESTS[::2])
 
 
 @pytest.mark.parametrize("family", SIZES)
 def test_families_as_large_as_published_ones(codec: TextCodec, family: str) -> None:
-    assert_bits_in(("EAGLE-3, in graphs", "n-grams"), codec, partial(load, family=family, **SIZES[family]))
+    ways = "EAGLE-3, in graphs", "n-grams"
+    assert_bits_in(ways, codec, partial(load, family=family, **SIZES[family]), requests=REQUESTS[1::2])
 
 
 @pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)
@@ -99,9 +101,9 @@ def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, load, **changed)
 
 
-@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4", "deepseek v3 in fp8"])
+@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4", "mixtral in int4", "deepseek v3 in fp8"])
 def test_weights_of_few_bits(codec: TextCodec, family: str) -> None:
-    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=family))
+    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=family), requests=REQUESTS[::2])
 
 
 STATES: dict[str, Any] = {"deterministic": True, "num_snapshots": 6, "page_size": 16}

@@ -215,7 +215,7 @@ def attend_in_order(
         BLOCK_N=_block_n(head_dim),
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         PARTS_OF_VALUES=parts_of_values,
-        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4 * parts_of_values),
+        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4 if head_dim <= _WIDE_HEAD else 8),
         num_stages=_STAGES_APART if num_parts else _STAGES,
         enable_fp_fusion=False,
         **dependent_launch(q.device, num_rows),
@@ -288,14 +288,15 @@ def _merged(
 
 
 @TritonKernel
-def _with_sinks(
-    acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, sink_ptrs: tl.tensor, live: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """The sums after a logit of each row's head, which adds no value. Shapes: [M, D], four times [M]."""
-    sink, one = softmax_of_sinks(sink_ptrs, live)
-    nothing = tl.zeros(acc.shape, tl.float32)
-    acc, _, denominator = _merged(acc, highest, denominator, nothing, sink, one)
-    return acc, denominator
+def _finished(
+    acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, sink_ptrs: tl.tensor, live: tl.tensor, v_scale: float,
+    SINKS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The results of rows. SINKS: after a logit of each one's head, which adds no value. Shapes: [M, D], [M]."""
+    if SINKS:
+        sink, one = softmax_of_sinks(sink_ptrs, live)
+        acc, _, denominator = _merged(acc, highest, denominator, tl.zeros(acc.shape, tl.float32), sink, one)
+    return acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
 
 
 @TritonKernel.with_options(do_not_specialize=("num_parts", "splits"))
@@ -370,9 +371,7 @@ def _ordered_attention_kernel(
                 end_key, scale_log2, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS,
                 FIRST_PART, FEW, BLOCK_M, BLOCK_N, BLOCK_V
             )  # fmt: skip
-            if SINKS:
-                acc, denominator = _with_sinks(acc, highest, denominator, sinks_ptr + head, live)
-            acc = acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
+            acc = _finished(acc, highest, denominator, sinks_ptr + head, live, v_scale, SINKS)
             tl.store(out_ptr + out_row[:, None] * HEAD_DIM + value[None, :], acc, mask=shown)
     elif READ_BEFORE_WAIT:
         wait(PDL)
@@ -494,6 +493,5 @@ def _merge_kernel(
         part_acc = tl.load(partial_ptr + place * HEAD_DIM + column, mask=inside, other=0.0)
         part_highest, part_denominator = tl.load(stats_ptr + place * 2 + one), tl.load(stats_ptr + place * 2 + 1 + one)
         acc, highest, denominator = _merged(acc, highest, denominator, part_acc, part_highest, part_denominator)
-    if SINKS:
-        acc, denominator = _with_sinks(acc, highest, denominator, sinks_ptr + tl.program_id(1) + one, one < 1)
-    tl.store(out_ptr + out_row * HEAD_DIM + column, acc / denominator[:, None] * v_scale, mask=inside)
+    acc = _finished(acc, highest, denominator, sinks_ptr + tl.program_id(1) + one, one < 1, v_scale, SINKS)
+    tl.store(out_ptr + out_row * HEAD_DIM + column, acc, mask=inside)

@@ -14,18 +14,18 @@ from overlap_spec.errors import ConfigError
 
 FLAG = "enable_deterministic_inference"
 RECURRING = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "GraniteMoeHybrid")
-MIXTURES = ("Qwen3Moe", "Mixtral", "GptOss")
-LATENT = ("DeepseekV2", "DeepseekV3")
-DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2")
+MIXTURES = ("Qwen3Moe", "Mixtral", "Glm4Moe", "GptOss")
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3")
 # Families of which a GPU takes few bits only as these checkpoints store them, with which they are tested.
 IN_TESTED = (*RECURRING, *MIXTURES, *LATENT)
 TESTED_IN = {
     "fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", *LATENT),  # by blocks
-    "awq": ("Qwen3_5",),
-    "gptq": ("Qwen3_5",),
+    "awq": ("Qwen3_5", "Qwen3Moe", "Mixtral"),
+    "gptq": ("Qwen3_5", "Qwen3Moe", "Mixtral"),
 }
 FAMILIES = {  # all of whose layers the kernels run, by device
-    "cpu": (*DENSE, "Gemma3", *RECURRING),
+    "cpu": (*DENSE, *RECURRING),
     "cuda": (*DENSE, *IN_TESTED),
 }
 TASKS = ("ForCausalLM", "ForConditionalGeneration")

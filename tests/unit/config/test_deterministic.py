@@ -60,10 +60,11 @@ def test_layers_that_recur_keep_it(machine: Machine) -> None:
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def test_latent_attention_has_a_kernel_of_its_own() -> None:
-    """So hidden / heads is not looked at."""
-    changed = {"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2560, "num_attention_heads": 200}
-    assert settle(GPU, changed=changed, speculative_algorithm="NGRAM").model.deterministic
+def test_sizes_of_heads_are_those_of_the_family() -> None:
+    """A size that Gemma 3's config leaves out is not hidden / heads; latent attention has a kernel of its own."""
+    for name, own in (("Gemma3", {}), ("DeepseekV3", {"qk_nope_head_dim": 12})):
+        changed = {"architectures": [f"{name}ForCausalLM"], "hidden_size": 2560, "num_attention_heads": 200, **own}
+        assert settle(GPU, changed=changed, speculative_algorithm="NGRAM").model.deterministic, name
 
 
 def stored_as(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
@@ -73,9 +74,15 @@ def stored_as(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "stored"),
     [
-        *[("Qwen3Next", BY_BLOCK), ("Qwen3_5Moe", BY_BLOCK), ("Qwen3_5", BY_BLOCK)],
-        *[("Qwen3_5", {"quant_method": "awq"}), ("DeepseekV3", BY_BLOCK), ("DeepseekV2", None)],
-        *[("Qwen3Moe", None), ("Mixtral", None), ("GptOss", None), ("Olmo2", {"quant_method": "awq"})],
+        *[
+            ("Qwen3Next", BY_BLOCK),
+            ("Qwen3_5Moe", BY_BLOCK),
+            ("Qwen3_5", BY_BLOCK),
+            ("Qwen3_5", {"quant_method": "awq"}),
+        ],
+        *[("Qwen3Moe", {"quant_method": "awq"}), ("Mixtral", {"quant_method": "gptq"}), ("GptOss", None)],
+        *[("DeepseekV3", BY_BLOCK), ("Glm4MoeLite", BY_BLOCK), ("DeepseekV2", None)],
+        *[("Glm4Moe", None), ("Gemma3", {"quant_method": "awq"})],
     ],
 )
 def test_families_keep_it_in_tested_formats(name: str, stored: dict[str, Any]) -> None:
