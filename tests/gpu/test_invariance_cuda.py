@@ -253,9 +253,9 @@ def test_a_layer_in_one_launch_in_fp8(model: str) -> None:
     output, gate_up, down = weights.values()
     size, heads = output.shape
     norms = [Norm((torch.rand(size, device="cuda") + 0.5).to(BFLOAT), 1e-5) for _ in range(2)]
-    for turn in range(8):
-        x = torch.randn(1, 2 * heads, device="cuda").to(BFLOAT)[:, heads:]
-        residual = torch.randn(1, size, device="cuda").to(BFLOAT)
+    for rows in range(1, 9):
+        x = torch.randn(rows, 2 * heads, device="cuda").to(BFLOAT)[:, heads:]
+        residual = torch.randn(rows, size, device="cuda").to(BFLOAT)
 
         def chained(x: Tensor = x, residual: Tensor = residual) -> Normed:
             found = output.add_mlp(x, residual, norms[0], gate_up, down, norms[1])
@@ -271,10 +271,10 @@ def test_a_layer_in_one_launch_in_fp8(model: str) -> None:
         for _ in range(10):
             graph.replay()
             for found in results:
-                assert torch.equal(found.values, expected.values), turn
-                assert torch.equal(found.weighted, expected.weighted), turn
+                assert torch.equal(found.values, expected.values), rows
+                assert torch.equal(found.weighted, expected.weighted), rows
                 assert found.squares is not None and expected.squares is not None
-                assert torch.equal(found.squares, expected.squares), turn
+                assert torch.equal(found.squares, expected.squares), rows
 
 
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])

@@ -12,7 +12,7 @@ from overlap_spec_kernels import Norm, Normed, OrderedQuantizedWeight
 from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear import ordered_quantized, packed_chain as chain, packed_products as products
 from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.packed_chain import Chain, Layer, Weight, alone_for, chain_for
+from overlap_spec_kernels.linear.packed_chain import Chain, Layer, Weight, chain_for
 from overlap_spec_kernels.linear.packed_products import PackedProducts, products_in_one_order
 from overlap_spec_kernels.linear.packing import Order, Packing
 from test_packed_products import COMPILER, weight_of
@@ -68,9 +68,9 @@ def assert_equal(found: Normed, expected: Normed) -> None:
 @pytest.mark.parametrize(
     ("rows", "splits", "multiprocessors", "cut"),
     [  # with 5, a program has two items of gate and up; with 7, their last item has fewer tiles
-        (5, 3, 5, Chain(8, 768, 128, stages=3, ahead=256)),
-        (8, 2, 5, Chain(8, 768, 128, warps=4, tiles=2, stages=12)),
-        (3, 2, 7, Chain(4, 768, 128, stages=2)),
+        (5, 3, 5, Chain(8, 768, 128, stages=3, ahead=256, pieces=4)),
+        (8, 2, 5, Chain(8, 768, 128, warps=4, tiles=2, stages=12, pieces=4)),
+        (3, 2, 7, Chain(4, 768, 128, stages=2, pieces=3)),
         (1, 1, 7, Chain(1, 768, 256, stages=2, ahead=256)),
     ],
 )
@@ -92,22 +92,6 @@ def test_a_layer_has_the_bits_of_its_linears(
         emulator.seed = seed
         assert_equal(cut.run(x, residual, layer), expected)
         assert not chain._counters(x.device).any()
-
-
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize(("rows", "tiles", "columns"), [(1, 3, 16 * 17), (8, 2, 192), (3, 1, 96)])
-def test_a_linear_alone(emulator: CudaEmulator, rows: int, tiles: int, columns: int) -> None:
-    torch.manual_seed(rows)
-    weight = Weight(*weight_of("fp8, rows", columns, HIDDEN)[:2])
-    before = Weight(*weight_of("fp8, rows", HIDDEN, HEADS)[:2])
-    norm = Norm((torch.rand(HIDDEN) + 0.5).to(BFLOAT), 1e-5)
-    x, residual = torch.randn(rows, HEADS).to(BFLOAT), torch.randn(rows, HIDDEN).to(BFLOAT)
-    scaled = product(before, x, False, 1, Addition(residual, norm))
-    expected = product(weight, scaled, False, 1).values
-    assert scaled.squares is not None
-    emulator.written_before = [scaled.weighted, scaled.squares]
-    cut = Chain(chain._padded(rows), HIDDEN, 128, tiles, 1, stages=2, alone=True)
-    assert torch.equal(cut.product(scaled, weight), expected)
 
 
 @pytest.mark.slow_but_every(1)
@@ -137,7 +121,10 @@ def test_which_layers_it_takes() -> None:
     x = torch.empty(1, 4096, dtype=BFLOAT, device="meta")
     with assuming((9, 0)):
         assert chain_for(x, layer) == Chain(1, 4096).with_stages()
-        assert chain_for(torch.empty(2, 4096, dtype=BFLOAT, device="meta"), layer) is None
+        for rows, pieces in ((2, 1), (3, 4), (8, 4)):
+            cut = chain_for(torch.empty(rows, 4096, dtype=BFLOAT, device="meta"), layer)
+            assert cut == Chain(max(rows, 4) if rows > 2 else rows, 4096, pieces=pieces).with_stages()
+        assert chain_for(torch.empty(9, 4096, dtype=BFLOAT, device="meta"), layer) is None
         assert chain_for(x.float(), layer) is None
         for changed in (
             {"output": meta(4096, 4096, order=Order.ROWS)},
@@ -154,19 +141,6 @@ def test_which_layers_it_takes() -> None:
         assert chain_for(x, layer) is None
 
 
-def test_which_linears_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone: large ones whose K has no parts, and whose tiles take one turn."""
-    monkeypatch.setattr(chain, "num_multiprocessors", lambda device: 132)
-    rows = torch.empty(1, 4096, dtype=BFLOAT, device="meta")
-    x = Normed(rows, rows, torch.empty(64, 1, device="meta"), 1e-5)
-    with assuming((9, 0)):
-        assert alone_for(x, meta(6144, 4096)) == Chain(1, 4096, 256, 3, 1, ahead=768, alone=True).with_stages()
-        for weight in (meta(4096, 4096), meta(128256, 4096), meta(512, 4096), meta(6144, 4096, group=128)):
-            assert alone_for(x, weight) is None, weight.data.shape
-        assert alone_for(x._replace(squares=None), meta(6144, 4096)) is None
-        assert alone_for(Normed(x.values, x.weighted.float(), x.squares, x.eps), meta(6144, 4096)) is None
-
-
 def test_parts_are_those_of_packed_products() -> None:
     for size_n, size_k, parts in ((4096, 4096, 4), (4096, 14336, 4), (6144, 4096, 1)):
         weight, x = meta(size_n, size_k), torch.empty(1, size_k, dtype=BFLOAT, device="meta")
@@ -176,6 +150,6 @@ def test_parts_are_those_of_packed_products() -> None:
 
 def test_it_compiles() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
-    for cut in (Chain(1, 4096), Chain(8, 4096, 128), Chain(2, 4096, 256, 3, 1, alone=True)):
+    for cut in (Chain(1, 4096), Chain(8, 4096, 128), Chain(8, 4096, 256, pieces=4)):
         whole = cut.with_stages()
         assert whole.stages > 3 and chain.CudaCode(chain.SOURCE, whole.defines()).compiled().startswith(b"\x7fELF")

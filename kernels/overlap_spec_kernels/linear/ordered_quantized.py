@@ -29,7 +29,7 @@ from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import Addition, call_of, num_columns
 from overlap_spec_kernels.linear.ordered import OrderedOperand, OrderedWeight, multiply_many
-from overlap_spec_kernels.linear.packed_chain import Layer, Weight, alone_for, chain_for
+from overlap_spec_kernels.linear.packed_chain import Layer, Weight, chain_for
 from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, in_rows
 from overlap_spec_kernels.linear.quantized import PackedWeight, QuantizedWeight
@@ -101,9 +101,6 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
         large = self._in_fragments and 2 * self.shape[0] * self.shape[1] >= _LARGE
         if not large or not isinstance(x, Normed) or x.squares is None:
             return self.multiplied(normalised(x), gated, dtype)
-        weight = Weight(self.data, self.packing)
-        if not gated and dtype == self.dtype and runs_triton(x.weighted) and (alone := alone_for(x, weight)):
-            return alone.product(x, weight)
         if product := self._launch(x, gated, dtype):
             return product.values
         matrix, parts = self._matrix(False), parts_in_one_order(*self.shape, gated)

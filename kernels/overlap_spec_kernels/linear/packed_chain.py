@@ -1,13 +1,13 @@
-"""Linears of one row in one order of sums: a layer from its attention on in one launch, or one linear.
+"""Linears of up to 8 rows in one order of sums: a layer from its attention on in one launch.
 
 Weights are float8 in fragment order, with a scale for each row (`ordered_quantized.py`). Each linear waits for all of
 the one before it. A launch for each would leave memory idle meanwhile: a program's ring of W takes most of its shared
 memory, so the next kernel's programs begin when it has ended. Here a program's ring is filled with the next linear's W.
 
-Of an 8B's layer on an H200 (microseconds of its linears in a graph; 69.6 by a launch for each, 58.7 without one order),
-65.2 with all of W asked for at once, 63.4 with 512 columns of it on their way, or 768 of a linear alone. Slower were
-stages of 128 columns (68.5) and tiles in pairs for half as many warps (65.2 for 64.5). With 8 rows, which the kernel
-takes too, x keeps all waiting for 2 to 4 us (72.3 for 70.0).
+Of an 8B's layer on an H200 (microseconds of its linears in a graph; one row 70.1 by a launch for each, 61.7 so) slower
+were all of W asked for at once (2), stages of 128 columns (5), tiles in pairs for half as many warps (1), queries, keys
+and values by such a kernel too (1), x by warps of its own (3; with 8 rows 11), and W that follows brought to the L2
+cache while programs wait (2 to 7). With 8 rows x in one piece takes 1.0 more than in four, with one row 1.3 less.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_chain.cu"
 _ROWS = 1, 2, 4, 8  # of x, for which there is room
-_MOST_ROWS = 1  # with more, x takes longer than is gained
+_FEW_ROWS, _PIECES = 2, 4  # more rows come in so many pieces
 _WARPS, _OTHER_WARPS = 8, 2
 _TILES = 8  # of an item, at most
 _DEPTHS = 256, 128  # columns of a stage
 _COLUMNS = TILE_ROWS * _TILES  # of a result, of an item
 _BLOCK = 64  # columns whose squares are added up
-_AHEAD, _AHEAD_ALONE = 512, 768  # columns of W on their way
+_AHEAD = 512  # columns of W on their way
 _SHARED_BYTES = 227 << 10  # of a program
 _OWN_BYTES = 2 << 10  # most of its own variables
 _MOST_STAGES = 18
@@ -60,18 +60,15 @@ class _Phase(ctypes.Structure):
     )
 
 
-def _work_of(phases: int) -> type[ctypes.Structure]:
+class _Work(ctypes.Structure):
     """`Work` of packed_chain.cu."""
-    fields = (
-        ("phases", _Phase * phases),
+
+    _fields_ = (
+        ("phases", _Phase * 3),
         *((name, ctypes.c_void_p) for name in ("squares", "ended")),
         *((name, ctypes.c_int) for name in ("num_squares", "num_rows")),
         ("eps", ctypes.c_float),
     )
-    return type("_Work", (ctypes.Structure,), {"_fields_": fields})
-
-
-_LAYER, _ALONE = _work_of(3), _work_of(1)
 
 
 class Weight(NamedTuple):
@@ -105,7 +102,7 @@ class Chain(NamedTuple):
     tiles: int = _TILES // _WARPS  # of each
     stages: int = 0
     ahead: int = _AHEAD  # columns of W on their way: with more, all else that is read waits
-    alone: bool = False  # one linear
+    pieces: int = 1  # of an item's x
 
     def run(self, x: Tensor, residual: Tensor, layer: Layer) -> Normed:
         """Launch. Sync: never. Shapes: x [T, I], residual [T, H] -> [T, H]."""
@@ -118,30 +115,17 @@ class Chain(NamedTuple):
             _product(middle.weighted, layer.gate_up, gates),
             _addition(gates, layer.down, middle.values, layer.next_norm, out, parts, 1),
         )
-        self._launch(_LAYER, phases, middle, device)
-        return out
-
-    def product(self, x: Normed, weight: Weight) -> Tensor:
-        """Launch one linear. Sync: never. Shapes: -> [T, O]."""
-        out = x.weighted.new_empty((len(x.weighted), len(weight.data)))
-        self._launch(_ALONE, (_product(x.weighted, weight, out),), x, out.device)
-        return out
-
-    def _launch(
-        self, work: type[ctypes.Structure], phases: tuple[_Phase, ...], scaled: Normed, device: torch.device
-    ) -> None:
-        assert scaled.squares is not None
-        num_squares, num_rows = scaled.squares.shape
-        ended = _counters(device).data_ptr()
-        given = (_Phase * len(phases))(*phases), scaled.squares.data_ptr(), ended, num_squares, num_rows, scaled.eps
+        assert middle.squares is not None
+        ended, of_middle = _counters(device).data_ptr(), (len(middle.squares), num_rows, middle.eps)
+        work = _Work((_Phase * 3)(*phases), middle.squares.data_ptr(), ended, *of_middle)
         kernel = _kernel(self, device)
         most = min(num_multiprocessors(device), kernel.clusters_at_once(1))
-        kernel.launch(min(most, max(phase.items for phase in phases)), (work(*given),))
+        kernel.launch(min(most, max(phase.items for phase in phases)), (work,))
+        return out
 
     def defines(self) -> tuple[str, ...]:
         """For the compiler."""
         names = {
-            "ALONE": int(self.alone),
             "WARPS": self.warps,
             "TILES": self.tiles,
             "STAGES": self.stages,
@@ -149,6 +133,7 @@ class Chain(NamedTuple):
             "ROWS": self.rows,
             "X_COLUMNS": self.x_columns,
             "DEPTH": self.depth,
+            "PIECES": self.pieces,
         }
         return tuple(f"{name}={value}" for name, value in names.items())
 
@@ -185,24 +170,12 @@ def chain_for(x: Tensor, layer: Layer) -> Chain | None:
         return None
     depth = next(whole, _DEPTHS[-1])
     columns = max(ceil_div(size_k // depth, splits) * depth for size_k, splits in parts)
-    return _with_room(Chain(_padded(len(x)), columns, depth))
-
-
-def alone_for(x: Normed, weight: Weight) -> Chain | None:
-    """The division for one large linear whose K has no parts; None where the kernel does not apply."""
-    rows, (size_n, size_k) = x.weighted, weight.data.shape
-    if x.squares is None or not _takes_rows(rows) or not _takes(weight) or 2 * size_n * size_k < _LARGE:
-        return None
-    tiles = _tiles(size_n, rows.device)
-    if _splits(weight) > 1 or tiles * num_multiprocessors(rows.device) < size_n // TILE_ROWS:
-        return None
-    depth = next(depth for depth in _DEPTHS if size_k % depth == 0)
-    return _with_room(Chain(_padded(len(rows)), size_k, depth, tiles, 1, ahead=_AHEAD_ALONE, alone=True))
+    return _with_room(Chain(_padded(len(x)), columns, depth, pieces=1 if len(x) <= _FEW_ROWS else _PIECES))
 
 
 def _takes_rows(x: Tensor) -> bool:
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype == torch.bfloat16 and len(x) <= _MOST_ROWS and aligned and runs_hopper(x.device)
+    return x.dtype == torch.bfloat16 and len(x) <= _ROWS[-1] and aligned and runs_hopper(x.device)
 
 
 def _takes(weight: Weight) -> bool:

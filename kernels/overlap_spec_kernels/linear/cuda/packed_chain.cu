@@ -1,4 +1,4 @@
-// Linears of 1 to 8 rows on Hopper (sm_90a), with float8 weights in fragment order: one, or a layer from its attention on,
+// Linears of 1 to 8 rows on Hopper (sm_90a), with float8 weights in fragment order: a layer from its attention on,
 //
 //     h = residual + output(x),    g = silu(gate(norm(h))) * up(norm(h)),    h + down(g), ready for the next norm
 //
@@ -6,7 +6,7 @@
 // multiprocessor, with a ring that is filled with the next linear's W while the last tiles of the one before are still
 // added up elsewhere. Every result has the bits of packed_products.cu, in one order of sums (ordered_quantized.py).
 //
-//     x      rows of an item's columns
+//     x      rows of an item's columns, in pieces, of which a barrier tells when each is there
 //     ring   [stage] | W: TILES tiles of 16 rows for each multiplying warp
 //     full   of a stage: its tiles have arrived
 //     empty  of a stage: all multiplying warps have read it
@@ -17,15 +17,15 @@
 // have parts, whose sums are left in global memory; the last program of a tile adds them in their order, and finishes
 // it. All programs run at once.
 //
-//     ALONE    1: one linear, whose x is scaled by a norm     ROWS       of x, for which there is room: 1, 2, 4 or 8
-//     WARPS    that multiply                                  X_COLUMNS  of x, the most of an item
-//     TILES    of a warp                                      DEPTH      columns of a stage: 128 or 256
-//     STAGES   of the ring                                    AHEAD      stages of W on their way
+//     WARPS   that multiply                  ROWS       of x, for which there is room: 1, 2, 4 or 8
+//     TILES   of a warp                      X_COLUMNS  of x, the most of an item
+//     STAGES  of the ring                    DEPTH      columns of a stage: 128 or 256
+//     AHEAD   stages of W on their way       PIECES     of an item's x
 
 #include "additions.cuh"
 #include "hopper.cuh"
 
-constexpr int PHASES = ALONE ? 1 : 3;  // output; gate and up; down
+constexpr int PHASES = 3;  // output; gate and up; down
 constexpr int CHUNKS = DEPTH / 64;     // of a stage, each of which has four slices of 16 columns, as a product takes them
 constexpr int TILE_BYTES = 16 * DEPTH;  // of W, in a stage
 constexpr int STAGE_BYTES = WARPS * TILES * TILE_BYTES;
@@ -35,9 +35,10 @@ constexpr int OTHER_WARPS = 2;         // one that copies W, one that computes s
 constexpr int FIRST = 32 * OTHER_WARPS;  // thread that multiplies
 constexpr int THREADS = 32 * WARPS;    // that multiply
 constexpr int COLUMNS = 16 * WARPS * TILES;  // of a result, of an item
+constexpr int OF_ROW = THREADS / ROWS;   // threads that load a row of x
 constexpr int HELPERS = 3;             // sums of squares of a row, as packed_products.cu has them
 static_assert(CHUNKS % 2 == 0, "operands are in two places by turns");
-static_assert(ALONE || (WARPS * TILES == 8 && THREADS >= 128), "the threads that multiply finish 128 columns of 8 rows");
+static_assert(WARPS * TILES == 8 && THREADS >= 128, "the threads that multiply finish 128 columns of 8 rows");
 
 // A linear. The same fields in packed_chain.py.
 struct Phase {
@@ -68,10 +69,11 @@ struct Work {
     float eps;             // of that norm
 };
 
-constexpr int SCALED = ALONE ? 0 : 1;  // the phase whose results a norm scales
+constexpr int SCALED = 1;  // the phase whose results a norm scales
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES];
+    u64 x[PIECES];
     u64 ended;   // the linear before the one that is scaled has ended everywhere
     u64 scaled;  // `of_row` is there
 };
@@ -177,7 +179,7 @@ __device__ __forceinline__ void scale_rows(const Work& work, Common& common) {
     wait_for_kernels_before();
     if (blockIdx.x >= work.phases[SCALED].items) return;
     int lane = threadIdx.x % 32, row = lane / HELPERS, helper = lane % HELPERS;
-    if (SCALED > 0) wait(&common.barriers.ended, 0);
+    wait(&common.barriers.ended, 0);
     if (row < work.num_rows) {
         float sum = 0;
 #pragma unroll 8
@@ -196,27 +198,50 @@ __device__ __forceinline__ void scale_rows(const Work& work, Common& common) {
 
 // ---- the warps that multiply ----
 
+// Stages first_of(piece)..first_of(piece + 1) - 1 of an item multiply a piece of x. The first piece has some.
+__device__ __forceinline__ int first_of(const Item& item, int piece) {
+    return (piece * (item.end - item.begin) + PIECES - 1) / PIECES;
+}
+
 // Ask for x of an item.
 template <int PHASE>
-__device__ __forceinline__ void load_x(const Work& work, const Item& item, char* x, u64* ended, bool is_first) {
+__device__ __forceinline__ void load_x(const Work& work, const Item& item, char* x, Barriers& barriers, bool is_first) {
     const Phase& phase = work.phases[PHASE];
-    int first = item.begin * DEPTH, pieces = (item.end - item.begin) * (DEPTH / 8), thread = threadIdx.x - FIRST;
+    int thread = threadIdx.x - FIRST, row = thread / OF_ROW;
     if (PHASE > 0 && thread == 0) {
         await_end(work, PHASE - 1);
-        if (PHASE == SCALED && is_first) arrive(ended);
+        if (PHASE == SCALED && is_first) arrive(&barriers.ended);
     }
     meet_threads(1, THREADS);  // all have read x of the item before
-    for (int row = 0; row < work.num_rows; ++row) {
-        const u16* source = phase.x + static_cast<long long>(row) * phase.x_stride + first;
-        for (int piece = thread; piece < pieces; piece += THREADS)
-            copy_piece(shared(x + row * X_PITCH + piece * 16), source + piece * 8);
+    const u16* source = phase.x + static_cast<long long>(row) * phase.x_stride + item.begin * DEPTH;
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+        int first = first_of(item, piece) * (DEPTH / 8), end = first_of(item, piece + 1) * (DEPTH / 8);
+        if (row < work.num_rows)
+            for (int at = first + thread % OF_ROW; at < end; at += OF_ROW)
+                copy_piece(shared(x + row * X_PITCH + at * 16), source + at * 8);
+        arrive_after_pieces(&barriers.x[piece]);
     }
 }
 
-__device__ __forceinline__ void wait_for_x() {
-    wait_for_pieces();
-    meet_threads(1, THREADS);
-}
+// The pieces of x that are there. Barriers are in the same phase: each item has all pieces, some of them without a stage.
+struct Pieces {
+    u32 parity = 0;
+    int piece, next;  // the last one that was waited for, and the first stage of the one after it
+
+    __device__ __forceinline__ void begin(const Item& item, Barriers& barriers) {
+        piece = 0;
+        next = first_of(item, 1);
+        wait(&barriers.x[0], parity);
+    }
+
+    __device__ __forceinline__ void await(const Item& item, Barriers& barriers, int stage) {
+        while (piece + 1 < PIECES && stage >= next) {
+            wait(&barriers.x[++piece], parity);
+            next = first_of(item, piece + 1);
+        }
+    }
+};
 
 // Where a lane finds its row of a matrix of operands of x.
 struct Source {
@@ -284,9 +309,10 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[TILES][4], const Op
 template <int MATRICES>
 __device__ __forceinline__ void multiply_item(
     float (&sums)[MATRICES][TILES][4], const Item& item, const Tiles& tiles, const Source& source, const char* ring,
-    Barriers& barriers, Place& place
+    Barriers& barriers, Place& place, Pieces& pieces
 ) {
     Operands operands[2];
+    pieces.begin(item, barriers);
     wait(&barriers.full[place.stage], place.parity);
     load_operands(operands[0], ring + place.stage * STAGE_BYTES, 0, tiles, source, 0);
     int count = item.end - item.begin;
@@ -303,6 +329,7 @@ __device__ __forceinline__ void multiply_item(
                 if (chunk + 1 < CHUNKS) {
                     load_operands(next, stage, chunk + 1, tiles, source, at * CHUNKS + chunk + 1);
                 } else if (next_at < count) {
+                    pieces.await(item, barriers, next_at);
                     wait(&barriers.full[place.stage], place.parity);
                     load_operands(next, ring + place.stage * STAGE_BYTES, 0, tiles, source, next_at * CHUNKS);
                 }
@@ -312,6 +339,8 @@ __device__ __forceinline__ void multiply_item(
             if (threadIdx.x % 32 == 0) arrive(read);
         }
     }
+    pieces.await(item, barriers, count);  // those without a stage
+    pieces.parity ^= 1;
 }
 
 // Those of rows g and g + 8 of a lane's tiles, of which the item's first one is `first`.
@@ -332,6 +361,7 @@ __device__ __forceinline__ void load_scales(
 struct Memory {
     char *x, *ring;
     Common& common;
+    Pieces pieces;
 };
 
 // ---- the end of output and down ----
@@ -403,11 +433,10 @@ __device__ __forceinline__ void run_addition(const Work& work, Memory& memory, P
         Tiles tiles(phase.tiles);
         float scales[1][TILES][2], sums[1][TILES][4] = {};
         load_scales(scales, phase, tiles, item.group * phase.tiles);
-        load_x<PHASE>(work, item, memory.x, &memory.common.barriers.ended, number == blockIdx.x);
+        load_x<PHASE>(work, item, memory.x, memory.common.barriers, number == blockIdx.x);
         Addends addends = addends_of(phase, spot, work.num_rows);
-        wait_for_x();
         Source source(memory.x, memory.common, work.num_rows);
-        multiply_item<1>(sums, item, tiles, source, memory.ring, memory.common.barriers, place);
+        multiply_item<1>(sums, item, tiles, source, memory.ring, memory.common.barriers, place, memory.pieces);
         if (!leave_part(sums[0], scales[0], phase, item, work.num_rows, &memory.common.is_last)) continue;
         if (spot.thread < 16 * 8) {
             float y[8] = {};
@@ -455,17 +484,15 @@ __device__ __forceinline__ void run_scaled(const Work& work, Memory& memory, Pla
         Tiles tiles(count);
         float scales[MATRICES][TILES][2], sums[MATRICES][TILES][4] = {};
         load_scales(scales, phase, tiles, first);
-        load_x<PHASE>(work, item, memory.x, &memory.common.barriers.ended, number == blockIdx.x);
-        wait_for_x();
+        load_x<PHASE>(work, item, memory.x, memory.common.barriers, number == blockIdx.x);
         Source source(memory.x, memory.common, work.num_rows);
-        multiply_item<MATRICES>(sums, item, tiles, source, memory.ring, memory.common.barriers, place);
+        multiply_item<MATRICES>(sums, item, tiles, source, memory.ring, memory.common.barriers, place, memory.pieces);
         wait(&memory.common.barriers.scaled, 0);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             int column = (first + Tiles::of(i)) * 16 + threadIdx.x % 32 / 4;
             if (Tiles::of(i) < count) write_tile(sums, scales, work, phase, memory.common, i, column);
         }
-        if (ALONE) continue;
         meet_threads(1, THREADS);
         if (threadIdx.x == FIRST) end_one(work, PHASE);
     }
@@ -476,12 +503,13 @@ __device__ __forceinline__ void run_scaled(const Work& work, Memory& memory, Pla
 extern "C" __global__ void __launch_bounds__(FIRST + THREADS, 1) packed_chain(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char shared_memory[];
     __shared__ Common common;
-    Memory memory{shared_memory, shared_memory + X_BYTES, common};
+    Memory memory{shared_memory, shared_memory + X_BYTES, common, {}};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             set_up(&common.barriers.full[stage], 1);
             set_up(&common.barriers.empty[stage], WARPS);
         }
+        for (int piece = 0; piece < PIECES; ++piece) set_up(&common.barriers.x[piece], THREADS);
         set_up(&common.barriers.ended, 1);
         set_up(&common.barriers.scaled, 1);
         common.zeros = {0, 0, 0, 0};
@@ -497,12 +525,8 @@ extern "C" __global__ void __launch_bounds__(FIRST + THREADS, 1) packed_chain(co
     } else {
         wait_for_kernels_before();
         Place place;
-#if ALONE
-        run_scaled<0>(work, memory, place);
-#else
         run_addition<0>(work, memory, place);
         run_scaled<1>(work, memory, place);
         run_addition<2>(work, memory, place);
-#endif
     }
 }

@@ -134,4 +134,13 @@ void cp_async_wait_group(uint32_t pending) {
     for (uint32_t i = first; i < thread.groups[thread.groups_ended - 1]; ++i) emulator::end_task(thread.copies[i]);
 }
 
+void arrive_after_copies(uint32_t address) {
+    emulator::Place barrier = emulator::place(address);
+    std::vector<unsigned long long> copies = emulator::current->copies;
+    emulator::add_task([=] {
+        for (unsigned long long copy : copies) emulator::end_task(copy);
+        emulator::change_barrier(barrier, 1, 0);
+    });
+}
+
 }  // namespace ptx

@@ -172,6 +172,13 @@ inline void cp_async_wait_all() {
     cp_async_wait_group(0);
 }
 
+// At some later point: what the thread has copied so far is there then.
+void arrive_after_copies(uint32_t address);
+template <class T>
+void cp_async_mbarrier_arrive_shared(uint32_t address) {
+    arrive_after_copies(address);
+}
+
 inline void cp_async_bulk_global_shared_bulk_group(unsigned long long target, uint32_t source, uint32_t bytes) {
     check_bulk(target, bytes);
     copy_in_group(reinterpret_cast<char*>(target), emulator::memory_at(source, bytes, 16), bytes, bytes);
