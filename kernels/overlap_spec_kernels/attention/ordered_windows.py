@@ -42,7 +42,7 @@ from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH
 from overlap_spec_kernels.linear.call import num_multiprocessors
 
 _SMALL_HEAD, _SHORT = 64, 2048  # columns and keys of what waits in registers: two blocks, and few other parts
-_WARPS_OF_LARGE = 8  # of a program of one row of larger heads: four would spill registers
+_FEW_HEADS, _WARPS_OF_LARGE = 32, 8  # rows times heads of a program of larger heads: four warps would spill registers
 _COUNTERS = 1024  # units whose parts are taken apart are fewer than multiprocessors
 
 
@@ -78,8 +78,8 @@ def ordered_windows(
     width = num_rows // len(page_table)
     most = num_multiprocessors(qkv.device)
     tiling = ordered_tiling(q, k_cache, page_table, width, most)
-    if _takes_multiprocessors(qkv, k_cache, width, tiling):
-        tiling = tiling._replace(splits=min(tiling.splits, max(most // (num_rows * num_kv_heads), 1)))
+    if _takes_multiprocessors(qkv, k_cache, tiling):
+        tiling = tiling._replace(splits=min(tiling.splits, max(most // (len(page_table) * num_kv_heads), 1)))
     return attend_to_windows(*given, scale, tiling, read_before_wait, window, scales)
 
 
@@ -130,7 +130,7 @@ def attend_to_windows(
         stats = qkv.new_empty((num_rows, num_heads, tiling.num_parts, 2), dtype=torch.float32)
         counters = _counters(qkv.device)
     width, in_16_bits = num_rows // num_requests, qkv.dtype == k_cache.dtype
-    is_large = _takes_multiprocessors(qkv, k_cache, width, tiling)
+    is_large = _takes_multiprocessors(qkv, k_cache, tiling)
     is_short = width == 1 and head_dim <= _SMALL_HEAD and page_table.shape[1] * page_size <= _SHORT
     _ordered_windows_kernel[(num_kv_heads * tiling.splits, num_requests)](
         *(qkv, cos_sin, positions, page_table, k_cache, v_cache, partial, stats, counters, out),
@@ -167,12 +167,13 @@ def attend_to_windows(
     return out
 
 
-def _takes_multiprocessors(qkv: Tensor, k_cache: Tensor, width: int, tiling: OrderedTiling) -> bool:
-    """Whether a program takes a whole one: of one row of larger heads, with parts apart.
+def _takes_multiprocessors(qkv: Tensor, k_cache: Tensor, tiling: OrderedTiling) -> bool:
+    """Whether a program takes a whole one: of few rows of larger heads, with parts apart.
 
-    The next linear begins late then: what it copies would be ahead of the row.
+    The next linear begins late then: what it copies would be ahead of the rows.
     """
-    return width == 1 and k_cache.shape[3] > _SMALL_HEAD and qkv.dtype == k_cache.dtype and tiling.num_parts > 0
+    is_few = tiling.block_m <= _FEW_HEADS and tiling.num_parts > 0
+    return is_few and k_cache.shape[3] > _SMALL_HEAD and qkv.dtype == k_cache.dtype
 
 
 @functools.cache
