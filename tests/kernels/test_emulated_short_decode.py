@@ -116,7 +116,7 @@ def test_windows(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2], WINDOWS[1]], ids=str)
 def test_heads_get_their_norms(emulator: CudaEmulator, case: Case) -> None:
     """Of every size, by weights of both types."""
     for seed, dtype in enumerate((BFLOAT, torch.float32)):
