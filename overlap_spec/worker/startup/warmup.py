@@ -223,6 +223,9 @@ def _every_kind(executor: Executor, geometry: Geometry) -> Iterator[StepPlan]:
     yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest), all_pages=True)
     for sampling in (SAMPLED, everything):
         yield prefill_all_plan(geometry, sampling, slots, 1)
+    for width in geometry.narrower:  # graphs propose whole windows; masks of narrower ones are other rows to attend
+        for prompts in (range(1), slots):
+            yield prefill_all_plan(geometry, GREEDY, prompts, 1, width=width)
 
 
 def _every_size(geometry: Geometry) -> Iterator[StepPlan]:

@@ -40,6 +40,7 @@ class Recorder:
     def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
         self.pages: list[int] = []
+        self.widths: list[tuple[int, int]] = []  # prompts, and the width that they propose for
         self.runner = SimpleNamespace(
             shape_for=lambda exact, most_pages: exact, replays=lambda shape: shape.prompt_rows <= captured
         )
@@ -47,6 +48,7 @@ class Recorder:
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         self.steps.append([len(work.tokens) // 4 for work in parts_of(plan)])
         self.pages.append(sum(len(work.new_pages) for work in parts_of(plan)))
+        self.widths.append((len(plan.chunks), plan.width))
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -110,6 +112,13 @@ def test_many_long_prompts_are_run() -> None:
     recorder = Recorder(captured=4096)
     run_uncaptured(recorder, geometry(48, 8192, 131072))
     assert recorder.steps[1] == [8192 // 48] * 48
+
+
+def test_prompts_propose_for_every_narrower_window() -> None:
+    """Alone and together: no graph does, and masks of another number are other rows to attend."""
+    recorder, sized = Recorder(captured=4096), replace(geometry(48, 8192, 131072), narrower=(1, 2, 3))
+    run_uncaptured(recorder, sized)
+    assert {(prompts, width) for prompts in (1, 48) for width in (1, 2, 3, 4)} <= set(recorder.widths)
 
 
 def test_only_one_step_of_many_prompts_writes_whole_page_tables() -> None:
