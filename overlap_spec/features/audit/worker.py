@@ -127,7 +127,8 @@ def _log_odds(mass: Tensor) -> Tensor:
 
 FIELDS = 4  # of a slot: itself, the root's position, the root, the token that was served after it
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
-STATE_AUDITS = 8  # where each has a recurrent state, which may take as much as a long request's keys
+# Where each has a recurrent state, which may take as much as a long request's keys: these, or one for so many requests.
+STATE_AUDITS, STATES = 8, 8
 MOST_CONTROLS = 128  # rows of a step of controls
 COLUMNS = PublishedColumns(1)  # of what leaves, beside the margins
 
@@ -142,7 +143,8 @@ def needs(settings: Settings, models: LoadedModels) -> Needs:
     if settings.audit.rate == 0 or not models.method.verification(settings.spec.accept).draws_plainly:
         return Needs()
     recurs = models.target.kv_shape.state.num_layers > 0
-    num_audits = min(slots, CPU_AUDITS if on_cpu else STATE_AUDITS if recurs else GPU_AUDITS)
+    on_gpu = min(max(STATE_AUDITS, slots // STATES), GPU_AUDITS) if recurs else GPU_AUDITS
+    num_audits = min(slots, CPU_AUDITS if on_cpu else on_gpu)
     rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
     batches = {max(num_audits // 4, 1), num_audits, max(rows, 2 * num_audits)}
     return Needs(placed_slots=num_audits, placed_batches=tuple(sorted(batches)))

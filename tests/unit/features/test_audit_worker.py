@@ -99,9 +99,11 @@ def test_audits_have_slots_and_batches_by_the_device_unless_nothing_can_be_compa
     assert needs(settled(device, **flags), loaded()) == expected
 
 
-def test_audits_of_layers_that_recur_are_few_on_a_gpu() -> None:
-    settings = settled("cuda", max_running_requests=64)
-    assert needs(settings, loaded(StateShape(1, 4, 4, 1, 4, 4))) == Needs(0, 8, (2, 8, 128))
+@pytest.mark.parametrize(("slots", "audits"), [(64, 8), (128, 16), (1024, 32)])
+def test_audits_of_layers_that_recur_are_few_on_a_gpu(slots: int, audits: int) -> None:
+    settings = settled("cuda", max_running_requests=slots)
+    recurs = loaded(StateShape(1, 4, 4, 1, 4, 4))
+    assert needs(settings, recurs) == Needs(0, audits, (audits // 4, audits, 128))
 
 
 def test_what_a_threshold_accepts_is_not_audited_whatever_the_rate() -> None:
