@@ -165,7 +165,8 @@ def stack_in_4_bits(experts: int, *shape: int) -> QuantizedStack:
 GATES = {
     "16 bits, through a ring": (Sizes(1, 2, 2048, 64), 16, 3),
     "16 bits, programs with fewer tiles": (Sizes(1, 3, 512, 40), 16, 4),
-    "4 bits, a stage for each chunk": (Sizes(1, 2, 1024, 128), 4, 7),
+    "4 bits, warps that share tiles": (Sizes(1, 2, 1024, 128), 4, 7),
+    "4 bits, two chunks of a warp": (Sizes(1, 2, 3072, 64), 4, 2),
 }
 
 
@@ -232,6 +233,7 @@ def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024), experts)
     assert rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1056, dtype=BFLOAT), experts)
+    assert rows.GateSizes(2048, 2048, 4, 4096, 16).parts == 2 and rows.GateSizes(2048, 2048, 4, 4096, 31).parts == 1
     monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 6)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
 

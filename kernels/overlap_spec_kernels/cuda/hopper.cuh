@@ -151,6 +151,11 @@ __device__ __forceinline__ void copy_piece(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_word(u32 target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
 // Arrive at a barrier when the copies that this thread has begun are there.
 __device__ __forceinline__ void arrive_after_pieces(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared(barrier)) : "memory");

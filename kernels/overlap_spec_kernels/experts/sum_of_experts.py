@@ -44,7 +44,9 @@ _SHARED = 176 << 10  # bytes of shared memory: with a router between, a larger r
 _FOLDER = Path(__file__).parent / "cuda"
 GATE_SOURCE, DOWN_SOURCE = _FOLDER / "expert_gate.cu", _FOLDER / "expert_down.cu"
 _GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's shared memory
-_GATE_CHUNK, _GATE_COLUMNS, _MOST_WARPS = 512, 8, 32  # columns of a stage, and of a warp; warps of a program
+_GATE_COLUMNS, _MOST_WARPS = 8, 32  # of a tile; warps of a program
+_GATE_CHUNKS, _GATE_PARTS = {16: 256, 4: 512}, {16: 1, 4: 4}  # columns of a stage, and warps of a tile, by bits
+_DOWN_PARTS = 3  # warps of 16 columns of an expert
 
 
 class Routing(NamedTuple):
@@ -103,24 +105,31 @@ class GateSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        return math.gcd(self.hidden, _GATE_CHUNK)
+        return math.gcd(self.hidden // self.parts, _GATE_CHUNKS[self.bits])
+
+    @property
+    def parts(self) -> int:
+        """Warps that share a tile, each with whole groups: a power of two, as many as a program has room for."""
+        room = 1 << max(_MOST_WARPS // self.warps, 1).bit_length() - 1
+        return math.gcd(self.hidden // _GROUP, _GATE_PARTS[self.bits], room)
 
     @property
     def stages(self) -> int:
         """As many as chunks, or as fit."""
-        fit = (_MOST_BYTES - 2 * self.hidden) // (self.warps * self._stage_bytes)
-        return min(fit, self.hidden // self.chunk)
+        fit = (_MOST_BYTES - 2 * self.hidden) // (self.warps * self.parts * self._stage_bytes)
+        return min(fit, self.hidden // self.parts // self.chunk)
 
     @property
     def num_bytes(self) -> int:
         """Stages of all warps, and x."""
-        return self.warps * self.stages * self._stage_bytes + 2 * self.hidden
+        return self.warps * self.parts * self.stages * self._stage_bytes + 2 * self.hidden
 
     @property
     def fits(self) -> bool:
         """Boxes have whole lines, and chunks are on their way while others are multiplied."""
         whole = self.chunk * self.bits % 1024 == 0 and self.chunk % _GROUP == 0 and self.inner % _GATE_COLUMNS == 0
-        return whole and self.warps <= _MOST_WARPS and self.stages >= min(2, self.hidden // self.chunk)
+        chunks = self.hidden // self.parts // self.chunk
+        return whole and self.warps <= _MOST_WARPS and self.stages >= min(2, chunks)
 
     @property
     def _stage_bytes(self) -> int:
@@ -155,9 +164,9 @@ def _gate_sizes(weight: Tensor | QuantizedStack, experts: Tensor) -> GateSizes:
 
 @functools.cache
 def _gate_kernel(sizes: GateSizes, device: torch.device) -> CudaKernel:
-    names = sizes._asdict() | {"chunk": sizes.chunk, "stages": sizes.stages}
+    names = sizes._asdict() | {"chunk": sizes.chunk, "stages": sizes.stages, "parts": sizes.parts}
     code = CudaCode(GATE_SOURCE, tuple(f"{key.upper()}={value}" for key, value in names.items()))
-    return CudaKernel(code, "expert_gate", 32 * sizes.warps, sizes.num_bytes)
+    return CudaKernel(code, "expert_gate", 32 * sizes.warps * sizes.parts, sizes.num_bytes)
 
 
 def gate_row(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> Tensor:
@@ -198,11 +207,17 @@ def _down_bytes(inner: int, top_k: int) -> int:
     return top_k * (PART * (inner // 2 + 16) + 2 * inner)
 
 
+def _down_parts(inner: int, top_k: int) -> int:
+    """Warps of an expert, each with whole groups."""
+    return math.gcd(inner // _GROUP, _DOWN_PARTS) if _DOWN_PARTS * top_k <= _MOST_WARPS else 1
+
+
 @functools.cache
 def _down_kernel(hidden: int, inner: int, top_k: int, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
     names = {"HIDDEN": hidden, "INNER": inner, "TOP_K": top_k, "SHARED": int(shared), "WIDE": int(wide)}
+    names["PARTS"] = parts = _down_parts(inner, top_k)
     code = CudaCode(DOWN_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
-    return CudaKernel(code, "expert_down", 32 * top_k, _down_bytes(inner, top_k))
+    return CudaKernel(code, "expert_down", 32 * top_k * parts, _down_bytes(inner, top_k))
 
 
 def down_row(

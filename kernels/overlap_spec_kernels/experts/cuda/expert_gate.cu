@@ -1,9 +1,9 @@
 // silu(gate) * up of the experts of one row, in bfloat16, or in 4 bits with scales of groups of 128 columns.
 //
-// A warp has a tile: 8 columns of gate and the same of up of an expert, so 16 rows of W, from the first column of K to the
-// last. Chunks of columns come through its stages as boxes, in which 8 rows of 128 bytes lie one behind another,
-// swizzled. All programs run at once, a tile for each warp. They begin while the router still runs, and ask for weights
-// as soon as it has chosen a place's expert.
+// A tile is 8 columns of gate and the same of up of an expert, so 16 rows of W. PARTS warps share one, each with a part of
+// K, whose chunks of columns come through its stages as boxes, in which 8 rows of 128 bytes lie one behind another,
+// swizzled. All programs run at once. They begin while the router still runs, and ask for weights as soon as it has chosen
+// a place's expert. Scales are not waited for before products are done: behind W they come late.
 //
 // A product adds 16 columns of K at once, in their order; in 4 bits sums of a group are scaled, and added in theirs. So
 // bits are those of `products.py` and `quantized_products.py`.
@@ -11,7 +11,8 @@
 // The command line defines the names below. Where it is launched: sum_of_experts.py.
 //
 //     HIDDEN, INNER   columns of x, and of the result      BITS   16 or 4      TILES   of all programs
-//     CHUNK           columns that a stage has             STAGES of a warp    WARPS   of a program
+//     CHUNK           columns that a stage has             STAGES of a warp    WARPS   tiles of a program
+//     PARTS           warps that share a tile, each with a part of K; 1 in 16 bits
 
 #include "bfloat16.cuh"
 #include "four_bits.cuh"
@@ -25,23 +26,24 @@ struct Work {
 };
 
 constexpr int LINE = 128;                                  // bytes of a row that lie side by side
-constexpr int CHUNKS = HIDDEN / CHUNK, LINES = CHUNK * BITS / 8 / LINE;
+constexpr int CHUNKS = HIDDEN / CHUNK / PARTS, LINES = CHUNK * BITS / 8 / LINE;
 constexpr int HALF = LINES * 8 * LINE, STAGE = 2 * HALF;   // gate's rows, and up's
-constexpr int X_AT = WARPS * STAGES * STAGE;
-static_assert(CHUNKS * CHUNK == HIDDEN && LINES * LINE * 8 == CHUNK * BITS && CHUNKS >= STAGES);
+constexpr int X_AT = WARPS * PARTS * STAGES * STAGE;
+static_assert(CHUNKS * CHUNK * PARTS == HIDDEN && LINES * LINE * 8 == CHUNK * BITS && CHUNKS >= STAGES);
 
 struct Tile {
     char* stages;
     u64* barriers;
     int block;  // of 8 rows of W: of gate
+    int line;   // first one of the warp's columns
 
     // Begin to copy a chunk; by one lane.
     __device__ __forceinline__ void ask(const TensorMap* map, int chunk) const {
         u32 to = shared(stages + chunk % STAGES * STAGE);
         u64* barrier = barriers + chunk % STAGES;
         expect(barrier, STAGE);
-        copy_box(to, map, barrier, chunk * LINES, block);
-        copy_box(to + HALF, map, barrier, chunk * LINES, block + INNER / 8);
+        copy_box(to, map, barrier, line + chunk * LINES, block);
+        copy_box(to + HALF, map, barrier, line + chunk * LINES, block + INNER / 8);
     }
 
     __device__ __forceinline__ void wait_for(int chunk) const { wait(barriers + chunk % STAGES, chunk / STAGES % 2); }
@@ -54,12 +56,7 @@ struct Tile {
     }
 };
 
-constexpr int COLUMNS = 8, GROUPS = HIDDEN / 128;
-
-__device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)[4], float2 scales) {
-    sums[0] = __fmaf_rn(part[0], scales.x, sums[0]);
-    sums[2] = __fmaf_rn(part[2], scales.y, sums[2]);
-}
+constexpr int COLUMNS = 8, GROUPS = HIDDEN / 128 / PARTS;  // of a warp
 
 // ---- products of a chunk: rows g and g + 8 of W are gate's and up's column g, in sums 0 and 2 ----
 
@@ -78,13 +75,10 @@ __device__ __forceinline__ void multiply_in_16_bits(float (&sums)[4], const Tile
     }
 }
 
-// A line has two groups. `scales`: of the lane's column of gate and of up, of groups of the chunk, COLUMNS apart.
-__device__ __forceinline__ void multiply_in_4_bits(
-    float (&sums)[4], const Tile& tile, int chunk, const char* x, const float2* scales
-) {
-    const char* own = x + threadIdx.x % 4 * 8;
+// `parts`: sums of each group of the chunk, of the lane's column of gate and of up. A line has two groups.
+__device__ __forceinline__ void multiply_groups(float2* parts, const Tile& tile, int chunk, const char* x) {
 #pragma unroll
-    for (int group = 0; group < 2 * LINES; ++group) {
+    for (int group = 0; group < CHUNK / 128; ++group) {
         u32 words[2][4];
         float part[4];
 #pragma unroll
@@ -92,64 +86,103 @@ __device__ __forceinline__ void multiply_in_4_bits(
             u32 at = tile.address(chunk, group / 2, group % 2 * 4 + i * 2);
             load_matrices(at, words[i][0], words[i][1], words[i][2], words[i][3]);
         }
-        multiply_group(part, words, own + group * 256);
-        add_scaled(sums, part, scales[group * COLUMNS]);
+        multiply_group(part, words, x + group * 256 + threadIdx.x % 4 * 8);
+        parts[group] = make_float2(part[0], part[2]);
     }
 }
 
-// The scales of the 8 columns of gate and of up.
-__device__ __forceinline__ void take_scales(float2* to, const Work& work, long long expert, int first) {
+// Continue sums by those of groups, scaled. `scales`: of the lane's column, COLUMNS apart.
+__device__ __forceinline__ void add_groups(float (&sums)[4], const float2 (&parts)[GROUPS], const float2* scales) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        float2 scale = scales[group * COLUMNS];
+        sums[0] = __fmaf_rn(parts[group].x, scale.x, sums[0]);
+        sums[2] = __fmaf_rn(parts[group].y, scale.y, sums[2]);
+    }
+}
+
+// Ask for the scales of the warp's groups of the 8 columns of gate and of up.
+__device__ __forceinline__ void ask_for_scales(float2* to, const Work& work, long long expert, int part, int first) {
 #pragma unroll
     for (int at = threadIdx.x % 32; at < GROUPS * COLUMNS; at += 32) {
-        const float* from = work.scales + (expert * GROUPS + at / COLUMNS) * 2 * INNER + first + at % COLUMNS;
-        to[at] = make_float2(from[0], from[INNER]);
+        const float* from = work.scales + ((expert * PARTS + part) * GROUPS + at / COLUMNS) * 2 * INNER;
+        copy_word(shared(&to[at].x), from + first + at % COLUMNS);
+        copy_word(shared(&to[at].y), from + first + at % COLUMNS + INNER);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) expert_gate(
+// All of x, by all threads: every piece is asked for before the first one is written.
+__device__ __forceinline__ void take_x(char* to, const u16* x) {
+    constexpr int PIECES = HIDDEN / 8, THREADS = 32 * WARPS * PARTS, TURNS = (PIECES + THREADS - 1) / THREADS;
+    uint4 own[TURNS];
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        int at = threadIdx.x + i * THREADS;
+        if (at < PIECES) own[i] = reinterpret_cast<const uint4*>(x)[at];
+    }
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        int at = threadIdx.x + i * THREADS;
+        if (at < PIECES) reinterpret_cast<uint4*>(to)[at] = BITS == 4 ? placed(own[i]) : own[i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
     const __grid_constant__ TensorMap map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ u64 barriers[WARPS * STAGES];
-    __shared__ int experts[WARPS];
-    __shared__ float2 scales[BITS < 16 ? WARPS : 1][GROUPS * COLUMNS];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = blockIdx.x * WARPS + warp;
-    int place = number / (INNER / 8), column = number % (INNER / 8) * 8;
-    Tile tile = {memory + warp * STAGES * STAGE, barriers + warp * STAGES, 0};
-    if (threadIdx.x == 0) {
-        prefetch_map(&map);
-        for (int i = 0; i < WARPS * STAGES; ++i) set_up(barriers + i, 1);
+    __shared__ u64 barriers[WARPS * PARTS * STAGES];
+    __shared__ float2 scales[BITS < 16 ? WARPS * PARTS : 1][GROUPS * COLUMNS];
+    __shared__ float2 left[WARPS][COLUMNS];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS;
+    int number = blockIdx.x * WARPS + warp / PARTS, place = number / (INNER / 8), column = number % (INNER / 8) * 8;
+    Tile tile = {memory + warp * STAGES * STAGE, barriers + warp * STAGES, 0, part * CHUNKS * LINES};
+    bool has = number < TILES;
+    if (lane == 0) {
+        if (warp == 0) prefetch_map(&map);
+        for (int i = 0; i < STAGES; ++i) set_up(tile.barriers + i, 1);
         show_to_copies();
     }
-    if (threadIdx.x < WARPS && blockIdx.x * WARPS + threadIdx.x < TILES)
-        experts[threadIdx.x] = chosen(work.experts + (blockIdx.x * WARPS + threadIdx.x) / (INNER / 8));
-    __syncthreads();
-    if (number < TILES) {
-        tile.block = (experts[warp] * 2 * INNER + column) / 8;
+    __syncwarp();
+    if (has) {
+        int expert = chosen(work.experts + place);
+        tile.block = (expert * 2 * INNER + column) / 8;
+        if (BITS < 16) ask_for_scales(scales[warp], work, expert, part, column);
         if (lane == 0) {
 #pragma unroll
             for (int chunk = 0; chunk < STAGES; ++chunk) tile.ask(&map, chunk);
         }
-        if (BITS < 16) take_scales(scales[warp], work, experts[warp], column);
     }
     wait_for_kernels_before();
     let_next_begin();
-    for (int i = threadIdx.x; i < HIDDEN / 4; i += 32 * WARPS) {
-        uint2 own = reinterpret_cast<const uint2*>(work.x)[i];
-        reinterpret_cast<uint2*>(memory + X_AT)[i] = BITS == 4 ? placed(own) : own;
-    }
+    take_x(memory + X_AT, work.x);
     __syncthreads();
-    if (number >= TILES) return;
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float2 parts[GROUPS];
+    if (has) {
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const char* x = memory + X_AT + chunk * CHUNK * 2;
-        tile.wait_for(chunk);
-        const float2* own = scales[warp] + chunk * (CHUNK / 128) * COLUMNS + lane / 4;
-        if constexpr (BITS == 16) multiply_in_16_bits(sums, tile, chunk, x);
-        else multiply_in_4_bits(sums, tile, chunk, x, own);
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const char* x = memory + X_AT + (part * CHUNKS + chunk) * CHUNK * 2;
+            tile.wait_for(chunk);
+            if constexpr (BITS == 16) multiply_in_16_bits(sums, tile, chunk, x);
+            else multiply_groups(parts + chunk * (CHUNK / 128), tile, chunk, x);
+            __syncwarp();
+            if (lane == 0 && chunk + STAGES < CHUNKS) tile.ask(&map, chunk + STAGES);
+        }
+        wait_for_pieces();
         __syncwarp();
-        if (lane == 0 && chunk + STAGES < CHUNKS) tile.ask(&map, chunk + STAGES);
     }
-    if (lane % 4 == 0) work.out[place * INNER + column + lane / 4] = rounded(gated(sums[0], sums[2]));
+#pragma unroll
+    for (int turn = 0; turn < PARTS; ++turn) {  // sums of parts are continued in their order
+        if (turn > 0) __syncthreads();
+        if (!has || turn != part) continue;
+        float2& of_tile = left[warp / PARTS][lane / 4];
+        if (turn > 0) sums[0] = of_tile.x, sums[2] = of_tile.y;
+        if (BITS < 16) add_groups(sums, parts, scales[warp] + lane / 4);
+        if (turn + 1 < PARTS) {
+            if (lane % 4 == 0) of_tile = make_float2(sums[0], sums[2]);
+        } else if (lane % 4 == 0) {
+            work.out[place * INNER + column + lane / 4] = rounded(gated(sums[0], sums[2]));
+        }
+    }
 }

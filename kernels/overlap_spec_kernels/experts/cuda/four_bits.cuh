@@ -30,7 +30,10 @@ __device__ __forceinline__ void multiply_group(float (&sums)[4], const u32 (&wor
     }
 }
 
-// Four neighbouring columns of x in the order in which a word has its values.
-__device__ __forceinline__ uint2 placed(uint2 x) {
-    return make_uint2(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632));
+// Each four neighbouring columns of x in the order in which a word has its values.
+__device__ __forceinline__ uint4 placed(uint4 x) {
+    return make_uint4(
+        __byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+        __byte_perm(x.z, x.w, 0x7632)
+    );
 }
