@@ -245,6 +245,18 @@ def test_the_division_of_an_8b_model() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_one_row_has_all_of_a_small_weight_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linears around attention of Qwen3-30B-A3B in 4 bits; with another row, or gated, they are as others."""
+    monkeypatch.setattr(packed, "num_multiprocessors", lambda device: 132)
+    assert chosen(1, 5120, 2048, INT4) == PackedStream(3, 2, 8, early=3, beside=True)
+    assert chosen(1, 2048, 4096, INT4) == PackedStream(2, 4, 8, early=2, beside=True)
+    assert chosen(2, 2048, 4096, INT4) == PackedStream(4, 4, 8)
+    assert chosen(1, 2048, 2048, INT4, gated=True) == PackedStream(4, 2, 8)
+    of_32 = weight_of(Case(1, 32, 128, 4, 32)).in_fragments()
+    assert chosen(1, 2048, 2048, of_32) == PackedStream(4, 2, 8)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_what_the_kernel_cannot_do() -> None:
     assert chosen(17, 4096, 4096, FP8) is None
     assert chosen(1, 4096 + 16, 4096, FP8, gated=True) is None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.norm.norm_heads import HeadNorms
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
@@ -142,7 +143,7 @@ def _attend(
     size, stages = cluster_size(step), _STAGES[head_dim]
     assert size is not None, "`takes` is asked first"
     if norms is not None and num_requests * kv_heads <= _FEW_HEADS:
-        stages = min(stages, _FEW_STAGES)
+        stages = min(stages, _FEW_STAGES, ceil_div(step.capacity, _CHUNK * _WARPS * size))  # of a warp's chunks
     defines = (
         f"WIDTH={step.width}",
         f"GROUP={step.group}",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div
-from overlap_spec_kernels.linear.call import Call, num_columns
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
@@ -28,6 +28,7 @@ _X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that 
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
 _MOST_STAGES = 4
+_LARGE = 8 << 20  # bytes of a weight
 _STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value, where a program has 8 warps: 32 KiB
 _MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
 _GROUPS = (0, 32, 64, 128)
@@ -56,6 +57,7 @@ class PackedStream(NamedTuple):
     cluster: int = 1  # programs that divide K
     warps: int = 16  # of a program
     early: int = 2  # stages that are asked for before x
+    beside: bool = False  # registers leave room for a program of attention
 
     @property
     def block_n(self) -> int:
@@ -103,6 +105,7 @@ class PackedStream(NamedTuple):
             "TILES": self.tiles,
             "STAGES": self.stages,
             "EARLY": min(self.early, self.stages),
+            "BESIDE": self.beside,
             "CLUSTER": self.cluster,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
@@ -128,7 +131,22 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
         return None
     if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
         return None
-    return _division(num_rows, size_k, gated, packing)
+    cut = _division(num_rows, size_k, gated, packing)
+    known = packing.bits == 4 and packing.group == 128 and packing.zeros is None
+    if cut is None or gated or num_rows > 1 or weight.nbytes >= _LARGE or not known:
+        return cut
+    return _all_at_once(cut, weight, size_k, num_multiprocessors(x.device))
+
+
+def _all_at_once(cut: PackedStream, weight: Tensor, size_k: int, multiprocessors: int) -> PackedStream:
+    """One row and a small weight: a program asks for all of its share before x, in a ring that is no longer.
+
+    So it begins beside attention. Shapes: weight [O, I].
+    """
+    steps = ceil_div(size_k // TILE_COLUMNS, cut.cluster * cut.warps * cut.tiles)
+    share = ceil_div(len(weight) // TILE_ROWS, multiprocessors) * steps
+    stages = max(min(cut.stages, share), 2)
+    return cut._replace(stages=stages, early=stages, beside=True)
 
 
 def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:

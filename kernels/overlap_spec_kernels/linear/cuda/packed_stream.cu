@@ -35,6 +35,7 @@
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
 //     EARLY       stages that are asked for before x       SCALE     type of scales: one of `ScaleType`
+//     BESIDE      1: a program of attention has room beside it
 //     WIDE_NORM   1: the weight of the norm is float32
 //     GROUP       columns that share a scale; 0: a row
 //
@@ -272,7 +273,13 @@ __device__ __forceinline__ void multiply_items(
 }
 
 // One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
+#if BESIDE
+#define REGISTERS __maxnreg__(80)
+#else
+#define REGISTERS __launch_bounds__(32 * WARPS, 1)
+#endif
+
+extern "C" __global__ void REGISTERS __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;
