@@ -32,6 +32,7 @@ TINY_VOCAB = 120
 NUM_TURNS, WARM_UP_TOKENS = 2, 24
 Introduce = Callable[[dict[str, Any]], None]  # takes what a server reports of itself
 COMPILED = "TRITON_CACHE_DIR"  # kernels in CUDA C++ are compiled at every start
+UNKEPT = "PYTHONDONTWRITEBYTECODE"  # where an image sets it, and has no bytecode, each process compiles torch's sources
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,16 @@ class Server:
 
 @asynccontextmanager
 async def serving(flags: Flags, environment: Mapping[str, str]) -> AsyncIterator[Server]:
-    """A server on a free port, stopped at the end. Raises: OverlapSpecError if it does not start."""
+    """A server on a free port, stopped at the end; Python keeps what it compiles, as it does for those who serve.
+
+    Raises: OverlapSpecError if it does not start.
+    """
     words = [word for name, value in flags.items() for word in _words(name, value)]
     command = (sys.executable, "-m", "overlap_spec", "serve", "--port", "0", *words)
     pipe = asyncio.subprocess.PIPE
+    kept = {name: value for name, value in os.environ.items() if name != UNKEPT}
     begun = time.monotonic()
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=os.environ | environment)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=kept | environment)
     try:
         url = await _ready(process)
         yield Server(url, time.monotonic() - begun)

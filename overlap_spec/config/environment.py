@@ -1,6 +1,8 @@
 """Reads the environment, and makes that of child processes. No other module reads environment variables."""
 
+import importlib.util
 import os
+import sys
 
 from overlap_spec.config.ranks import rank_of
 from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
@@ -33,6 +35,7 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         **isolated_environment(),
         **(NO_MULTICAST if is_worker and settings.ranks > 1 else {}),
+        **_kept_bytecode(),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -46,6 +49,17 @@ def isolated_environment() -> dict[str, str]:
     """The environment of a process that works on what clients send: API keys are not in it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)}
     return {**own, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _kept_bytecode() -> dict[str, str]:
+    """Where an image lets Python keep no bytecode, and has none of torch, it is kept with other files of the engine.
+
+    Otherwise each process compiles a thousand modules, of torch and others, at each start, for seconds.
+    """
+    torch = importlib.util.find_spec("torch") if sys.dont_write_bytecode and sys.pycache_prefix is None else None
+    if torch is None or torch.cached is None or os.path.exists(torch.cached):
+        return {}
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": os.path.join(cache_directory(), "bytecode")}
 
 
 def _sets_thread_waiting() -> bool:

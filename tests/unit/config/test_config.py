@@ -1,8 +1,11 @@
 """`resolve`: every automatic value, every refusal, by hand."""
 
+import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -262,6 +265,27 @@ def test_threads_of_children_wait_passively_and_only_the_worker_has_many(monkeyp
     assert child_environment(settings, "scheduler")["OMP_NUM_THREADS"] == "1"
     assert child_environment(settings, "worker").items() >= {"OMP_WAIT_POLICY": "PASSIVE"}.items()
     assert child_environment(settings, "worker").items() >= {"PATH": os.environ["PATH"]}.items()
+
+
+@pytest.mark.parametrize("has_bytecode", [False, True])
+def test_children_keep_bytecode_where_none_may_be_kept_and_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_bytecode: bool
+) -> None:
+    spec = SimpleNamespace(cached=str(tmp_path / "torch.pyc"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    if has_bytecode:
+        (tmp_path / "torch.pyc").touch()
+    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
+    for forbidden in (True, False):
+        monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+        found = child_environment(resolved(), "scheduler").items()
+        assert (found >= kept.items()) == (forbidden and not has_bytecode)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", "/elsewhere")  # the user has said where
+    assert child_environment(resolved(), "worker")["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 def test_many_threads_poll_before_they_sleep_and_no_other_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
