@@ -146,6 +146,17 @@ def test_argmax(gpu: Hopper, name: str) -> None:
     assert torch.equal(columns, ids[product(x, weight).argmax(1)])
 
 
+def test_argmax_of_many_rows(gpu: Hopper) -> None:
+    """More tiles than programs. Of equal logits in two tiles the first wins."""
+    weight, x = drawn(1300, 256, dtype=BFLOAT, scale=0.1), drawn(100, 256, dtype=BFLOAT)
+    best = product(x, weight).argmax(1)
+    weight[-1] = weight[best[0]]
+    ids = torch.randperm(1300)
+    assert torch.equal(linear_argmax(x, DenseWeight(weight), ids), ids[product(x, weight).argmax(1)])
+    told = {"BLOCK_N": 256, "ROWS": 128, "ARGMAX": True}
+    assert gpu.launches[-2].constants | told == gpu.launches[-2].constants
+
+
 def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
     """Rows that the last block of a weight lacks do not count as zeros."""
     weight = -torch.ones(70, 192, dtype=BFLOAT)

@@ -26,7 +26,7 @@ from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.short_linear import row_linear_for
 from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
-from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles, argmax_tiles_for, tiles_for
 from overlap_spec_kernels.linear.whole_rows_linear import whole_rows_for
 from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
 from overlap_spec_kernels.logits.columns import largest_columns
@@ -73,7 +73,8 @@ class DenseWeight(MatrixOperand):
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
         rows = rows_of(x)
-        cut = cut_for(rows, self.matrix, False) or _wide_cut(rows, self.matrix, False)
+        few = cut_for(rows, self.matrix, False) or argmax_tiles_for(rows, self.matrix)
+        cut = few or _wide_cut(rows, self.matrix, False)
         if cut is None:
             return linear_argmax_reference(x, self.matrix, ids)
         return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))

@@ -107,6 +107,15 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
     return Tiles(64, 128, 6) if num_rows <= 64 else None
 
 
+def argmax_tiles_for(x: Tensor, weight: Tensor) -> Tiles | None:
+    """The division for the best of each row's columns, of 65 to 128 rows: as many rows of W at once as for a gate.
+
+    So a tile of x is copied half as often, and nothing is written for a BLAS's second kernel to read.
+    """
+    tiles = tiles_for(x, weight, gated=True)
+    return None if tiles is None else tiles._replace(block_n=2 * tiles.block_n)
+
+
 @functools.cache
 def tile_counters(device: torch.device) -> Tensor:
     """Number of programs that have stored their part of each tile; zero between kernels. Shapes: -> [tiles] i32."""
