@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import MASK_BITS, NearKeys, Normed, largest_columns, normalised
+from overlap_spec_kernels import MASK_BITS, NearKeys, Normed, largest_columns, normalised, select_rows
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -95,10 +95,20 @@ class StateRows:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Some of the rows. The last layer of a forward only writes K/V of the others."""
+    """Some of the rows. The last layer of a forward only writes K/V of the others, or does not go on with them.
 
-    index: Tensor  # [n] i64, among the rows of the forward
-    rows: RowBatch | None  # these rows alone; None of rows in parts, which have their own
+    Of windows a row each is read, whose place in the window is known: all attend, in one launch.
+    """
+
+    index: Tensor  # [n] i64, among the rows of the forward; of windows, in each
+    rows: RowBatch | None  # these rows alone; None of rows in parts, which have their own, and of windows
+    of_windows: bool = False
+
+    def of(self, values: Tensor) -> Tensor:
+        """Shapes: [T, C] -> [n, C]."""
+        if not self.of_windows:
+            return values[self.index]
+        return select_rows(values.view(len(self.index), -1, values.shape[1]), self.index)
 
 
 @dataclass(frozen=True)

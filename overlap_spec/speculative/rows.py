@@ -163,6 +163,11 @@ def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None)
     return replace(rows, read=RowsRead(index, read))
 
 
+def reading_windows(rows: RowBatch, places: Tensor) -> RowBatch:
+    """The same windows, of which one row each is read after the last layer. Sync: never. Shapes: places [B] i64."""
+    return replace(rows, read=RowsRead(places, None, of_windows=True))
+
+
 def concatenated(*parts: RowBatch) -> RowBatch:
     """The rows of several batches, in order, for one forward. Sync: never."""
     positions = torch.cat([part.positions for part in parts])

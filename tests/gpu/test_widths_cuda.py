@@ -12,6 +12,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.plans import SlotPart, plan_of, windows
@@ -20,6 +21,7 @@ from support.solo import Solo, assert_answers_equal
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
+from overlap_spec.speculative.proposers import autoregressive
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.startup.geometry import MAX_DEFERRED
@@ -88,6 +90,24 @@ def test_after_narrow_steps_the_draft_knows_what_it_knows_after_wide_ones(files:
         torch.testing.assert_close(draft_rows(engine, length), wide[1], rtol=1e-3, atol=1e-3)
     finally:
         engine.close()
+
+
+def test_of_windows_one_row_is_read_and_guesses_are_those_of_all(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guesses, prompts = [], [row["prompt_ids"] for row in ROWS[:4]]
+    for few_rows in (autoregressive.FEW_ROWS, 0):
+        monkeypatch.setattr(autoregressive, "FEW_ROWS", few_rows)
+        engine = Solo(files, dtype="float32", **CUDA)
+        try:
+            windows_after = [
+                (decode(engine, prompt, repeat(engine._geometry.width)), engine.executor.slots.window[0].tolist())
+                for prompt in prompts
+            ]
+        finally:
+            engine.close()
+        guesses.append(windows_after)
+    assert guesses[0] == guesses[1]
 
 
 def count_replays(engine: Solo) -> list[int]:

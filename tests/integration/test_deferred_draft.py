@@ -17,6 +17,7 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Proposer
+from overlap_spec.speculative.proposers import autoregressive
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.speculative.proposers.multi_layer import MultiLayerProposer
 from overlap_spec.speculative.proposers.standalone import StandaloneProposer
@@ -94,8 +95,14 @@ def draft_cache(proposer: Proposer) -> KVCache:
     return getattr(head, "_run_layers", head)._attention.cache  # of the draft head
 
 
+@pytest.fixture(params=[0, autoregressive.FEW_ROWS])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of windows a row each is read, or of small ones all."""
+    monkeypatch.setattr(autoregressive, "FEW_ROWS", request.param)
+
+
 @pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE", "STANDALONE of fewer tokens", *MULTI_LAYER])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, few_rows: None) -> Iterator[Bench]:
     bench = Bench(request.param)
     for slot, prompt in enumerate(PROMPTS):
         bench.prefill(slot, prompt)

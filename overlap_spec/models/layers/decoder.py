@@ -6,7 +6,7 @@ A linear that adds to the residual also prepares the sum for the next norm (`Nor
 prepared for the next layer's first norm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,13 +57,20 @@ class LayerAttention:
         return None if self.of_tokens is None else self.kept(self.of_tokens)
 
     def __call__(self, qkv: Tensor | UnnormedHeads) -> Tensor:
-        return self.attention(self.index, qkv, self.rows, self.read_before_wait)
+        return self._found(lambda rows: self.attention(self.index, qkv, rows, self.read_before_wait))
 
     def recurred(self, projected: Tensor, gates: Tensor | None) -> Tensor:
-        return self.attention.recurred(self.index, projected, gates, self.rows)
+        return self._found(lambda rows: self.attention.recurred(self.index, projected, gates, rows))
+
+    def _found(self, attend: Callable[[RowBatch], Tensor]) -> Tensor:
+        """What the rows that are read find. Of windows all attend, in one launch."""
+        read = self.rows.read
+        if read is None or not read.of_windows:
+            return attend(self.rows)
+        return read.of(attend(self.rows.read_whole()))
 
     def kept(self, values: Tensor) -> Tensor:
-        return values if self.rows.read is None else values[self.rows.read.index]
+        return values if self.rows.read is None else self.rows.read.of(values)
 
 
 class Projection(Protocol):

@@ -112,7 +112,7 @@ class LayerRun:
         places = (rows.positions, rows.cache_rows, starts, rows.page_table)
         output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size, near))
         if rows.read is not None:
-            output = Normed(output.values[rows.read.index], output.weighted[rows.read.index])
+            output = Normed(rows.read.of(output.values), rows.read.of(output.weighted))
         return output, aux_hidden
 
     @cached_property

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Guesses, Prompts, SlotBatch, Verdict
-from overlap_spec.speculative.rows import earlier_rows, single_rows
+from overlap_spec.speculative.rows import earlier_rows, reading_windows, single_rows
 from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
+
+FEW_ROWS = 16  # of windows, of which a layer computes all as fast as one row each
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,12 @@ class AutoregressiveProposer:
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
         """Absorb what is kept of the window: each row with the token after it; later rows are overwritten next time."""
-        drafted = self._head.forward(verdict.follow, self._head.fuse(output), rows)
-        return select_rows(drafted.values.view(*verdict.tokens.shape, -1), verdict.accept_len)
+        if len(verdict.follow) > FEW_ROWS:
+            rows = reading_windows(rows, verdict.accept_len)
+        drafted = self._head.forward(verdict.follow, self._head.fuse(output), rows).values
+        if rows.read is not None:
+            return drafted
+        return select_rows(drafted.view(*verdict.tokens.shape, -1), verdict.accept_len)
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Keep the root's row and the token committed after it. Needs a ring, and no more rows than it holds."""
