@@ -209,6 +209,11 @@ def runs_gluon(device: torch.device) -> bool:
     return _can_depend(device) and (device.type == "meta" or _has_gluon())
 
 
+def runs_warpgroups(device: torch.device) -> bool:
+    """Whether kernels in Gluon with products of a warpgroup run: those after Hopper have none, and compiling aborts."""
+    return runs_gluon(device) and capability_of(device) in ((9, 0), None)  # None: emulated
+
+
 @functools.cache
 def _has_gluon() -> bool:
     return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) >= _GLUON_SINCE

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from overlap_spec_kernels.attention import large_heads
+from overlap_spec_kernels.launch import assuming, runs_gluon, runs_warpgroups
 from overlap_spec_kernels.linear import streamed_linear
+from overlap_spec_kernels.linear.ordered import ordered_cut_for
 from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
+from overlap_spec_kernels.linear.warpgroup_linear import tiles_for
 
 MULTIPROCESSORS = 132
 
@@ -57,3 +61,17 @@ def test_few_columns_ask_for_all_of_k_at_once() -> None:
 def test_few_programs_do_not_end_alone(size_n: int, programs: int) -> None:
     cut = division(1, size_n, 8192)
     assert cut is not None and cut.num_programs(weight_of(size_n, 8192), gated=False) == programs
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_products_of_warpgroups_are_for_hopper_alone(capability: tuple[int, int]) -> None:
+    """Later GPUs have none: the compiler ends the process. Kernels in Gluon without them run there."""
+    x, weight = (torch.empty(count, 4096, dtype=torch.bfloat16, device="meta") for count in (24, 28672))
+    rows, cache = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 4096), (4, 16, 1, 512)))
+    table = torch.empty(1, 8, dtype=torch.int32, device="meta")
+    is_hopper = capability == (9, 0)
+    with assuming(capability):
+        assert runs_gluon(x.device) and runs_warpgroups(x.device) == is_hopper
+        assert (tiles_for(x, weight, False) is not None) == is_hopper
+        assert (ordered_cut_for(x, weight, False, 0) is not None) == is_hopper
+        assert large_heads.takes(rows, table, cache, cache, 8, None, None) == is_hopper

@@ -71,8 +71,9 @@ def order_with_the_flag(num_rows: int, size_n: int, size_k: int, gated: bool) ->
     x = torch.empty(num_rows, size_k, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
     with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(ordered, "runs_gluon", lambda _: True))
         for module in (ordered, warpgroup_linear):
-            patched.enter_context(mock.patch.object(module, "runs_gluon", lambda _: True))
+            patched.enter_context(mock.patch.object(module, "runs_warpgroups", lambda _: True))
         patched.enter_context(mock.patch.object(short_linear, "runs_hopper", lambda _: True))
         piece = ordered.piece_of(weight)
         cut = short_for(x, weight, gated, piece) or ordered.ordered_cut_for(x, weight, gated, piece)
@@ -95,7 +96,7 @@ def order_of_rows_in_8_bits(num_rows: int, size_n: int, size_k: int, gated: bool
 
 _ASKED = (  # whether a kernel runs on the device
     (streamed_linear, "runs_gluon"),
-    (warpgroup_linear, "runs_gluon"),
+    (warpgroup_linear, "runs_warpgroups"),
     (whole_rows_linear, "runs_triton"),
     (wide_linear, "runs_hopper"),
 )

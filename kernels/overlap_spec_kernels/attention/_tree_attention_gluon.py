@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.language import ampere, barrier, cuda, gl, hopper
-from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_warpgroups
 from overlap_spec_kernels.limits import MASK_BITS
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -87,7 +87,7 @@ def tiles_for(
     for two. Larger tiles read the keys once instead of twice, which is faster with more programs than run at once.
     """
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
-    if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_gluon(q.device):
+    if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_warpgroups(q.device):
         return None
     if k_cache.dtype != q.dtype:
         return None

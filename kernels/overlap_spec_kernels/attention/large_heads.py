@@ -27,11 +27,10 @@ from overlap_spec_kernels.language import ampere, barrier, cuda, gl, hopper, tl,
 from overlap_spec_kernels.launch import (
     GluonKernel,
     TritonKernel,
-    capability_of,
     ceil_div,
     dependent_launch,
     next_power_of_2,
-    runs_gluon,
+    runs_warpgroups,
 )
 
 _HEAD = 512
@@ -50,8 +49,7 @@ def takes(
     is_one = len(page_table) == 1 and window is None and sinks is None
     fits = k_cache.shape[3] == _HEAD and len(qkv) * group <= _PAIRS
     aligned = k_cache.data_ptr() % 16 == 0 == v_cache.data_ptr() % 16
-    is_hopper = runs_gluon(qkv.device) and capability_of(qkv.device) in ((9, 0), None)  # None: emulated
-    return in_16_bits and is_one and fits and aligned and is_hopper
+    return in_16_bits and is_one and fits and aligned and runs_warpgroups(qkv.device)
 
 
 def attend(

@@ -36,6 +36,7 @@ from overlap_spec_kernels.launch import (
     require,
     runs_gluon,
     runs_triton,
+    runs_warpgroups,
 )
 from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_columns
 from overlap_spec_kernels.linear.dense import MatrixOperand, fused_linear_reference, linear_logits_reference
@@ -177,7 +178,7 @@ def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int, adds: bo
     if tiles := tiles_for(x, weight, gated):
         return tiles._replace(splits=1)
     many = num_rows <= _MOST_ROWS and not gated and ceil_div(weight.shape[0], 64) >= _FEW_TILES
-    return Tiles(64, 128, 4) if many else None
+    return Tiles(64, 128, 4) if many and runs_warpgroups(x.device) else None
 
 
 def _stream_of_pieces(num_rows: int, piece: int, adds: bool) -> Stream | None:

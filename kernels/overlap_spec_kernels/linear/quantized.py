@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.launch import require, runs_gluon, runs_triton
+from overlap_spec_kernels.launch import require, runs_gluon, runs_triton, runs_warpgroups
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
@@ -151,7 +151,7 @@ class QuantizedWeight(PackedWeight):
             return None
         if self.packing.group and self.shape[0] % _WHOLE_ROWS:
             return None
-        if tiles := tiles_of(x, self.data, gated, self.packing):
+        if runs_warpgroups(x.device) and (tiles := tiles_of(x, self.data, gated, self.packing)):
             return tiles
         return stream_of(x, self.data, gated, self.packing) if x.shape[0] <= MOST_STREAMED else None
 

@@ -23,7 +23,7 @@ from overlap_spec_kernels.launch import (
     ceil_div,
     dependent_launch,
     next_power_of_2,
-    runs_gluon,
+    runs_warpgroups,
     shared_zeros,
 )
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
@@ -95,7 +95,7 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
     benchmarks/results/choosing/tiles_h200.json.
     """
     num_rows, size_k = x.shape
-    if x.dtype not in _DTYPES or weight.nbytes < _LARGE or num_rows > _MOST_ROWS or not runs_gluon(x.device):
+    if x.dtype not in _DTYPES or weight.nbytes < _LARGE or num_rows > _MOST_ROWS or not runs_warpgroups(x.device):
         return None
     if size_k % 256 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
