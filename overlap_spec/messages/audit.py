@@ -40,7 +40,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A served token that plain decoding does not draw. Margins are in logits; None: the token was forbidden.
 
     `position`: in prompt and output. `control_margin`: of the second run, at another batch size; negative if that one
-    draws the served token; None without a second run.
+    draws the served token; None without a second run. `spread`: what the margins of all runs differ by.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     drawn: int
     margin: float | None
     control_margin: float | None
+    spread: float | None = None
     bound: float
     is_fault: bool
 

@@ -15,12 +15,14 @@ from overlap_spec.messages import Admit, Extension
 class Audit(Extension, frozen=True):
     """Run a finished request again. `output`: the tokens that were served, int32, little-endian.
 
-    `control`: in steps that are padded to a larger batch, to learn what the shape of a batch changes.
+    To learn what the shape of a batch changes: `control`: in steps that are padded to a larger batch; `cut`: with so
+    many positions at the prompt's end in a chunk of their own.
     """
 
     admit: Admit
     output: bytes
     control: bool = False
+    cut: int = 0
 
 
 class StopSpeculating(Extension, frozen=True):

@@ -1,10 +1,12 @@
 """The audit's part of the frontend: it has finished requests run again by plain decoding, and judges what differs.
 
-    chosen -> backlog -> first run --no control is due--------------> judged
-                             `-----> control, at another batch size --^
+    chosen -> backlog -> first run --no control is due----------------------------------------> judged
+                             `-----> control, at another batch size --no suspect is left-------^
+                                                `-------> runs in other shapes, up to `RUNS` --^
 
 A control is due for one request in 16, by its number; for all of them until the noise of batch shapes is known; and
-wherever a margin exceeds it. A difference is a *fault* if its margin exceeds the noise in both runs, else a *near-tie*.
+wherever a margin exceeds it. A difference that does so in both runs is a suspect. It is a *fault* if noise does not
+explain it in any run (`noise.py`), else a *near-tie*, as all other differences are.
 """
 
 import hashlib
@@ -13,8 +15,8 @@ import secrets
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
@@ -103,10 +105,19 @@ class Run:
 
 @dataclass
 class Running:
-    """A request that is being run. `first`: the run that a control is compared with."""
+    """A request that is being run. `runs`: those that have ended."""
 
     transcript: Transcript
-    first: Run | None = None
+    runs: list[Run] = field(default_factory=list)
+
+
+def differences(transcript: Transcript, runs: list[Run]) -> Iterator[tuple[int, list[float]]]:
+    """Which served tokens plain decoding has not drawn, and by which margins its own are ahead, in each run."""
+    first = runs[0].first
+    compared = zip(transcript.output[first:], runs[0].drawn, *(run.margins for run in runs), strict=False)
+    for i, (served, drawn, *margins) in enumerate(compared, first):
+        if served != drawn:
+            yield i, [-margin for margin in margins]
 
 
 class Auditor:
@@ -195,13 +206,14 @@ class Auditor:
     def audited(self, message: Audited) -> None:
         """A run has ended. Raises: AuditFault where a fault is to end the engine."""
         running, run = self._running[message.uid], Run.of(message)
-        first = running.first
-        if first is None and self._wants_control(running.transcript, run):
-            running.first = run
-            self._send(running.transcript.audit(control=True))
+        running.runs.append(run)
+        if self._wants_another(running):
+            self._send(running.transcript.audit(len(running.runs)))
             return
-        if run.drawn:
-            self._judge(running.transcript, *((run, None) if first is None else (first.cut(len(run.drawn)), run)))
+        runs = [each for each in running.runs if each.drawn]
+        if run.drawn or len(runs) > 1:
+            shortest = min(len(each.drawn) for each in runs)
+            self._judge(running.transcript, [each.cut(shortest) for each in runs])
         self._dropped.update([message.dropped] if message.dropped else [])
         self._figures = replace(self._figures, requests=self._figures.requests + (not message.dropped))
         del self._running[message.uid]
@@ -209,19 +221,20 @@ class Auditor:
         self._note()
         self._log_summary()
 
-    def _wants_control(self, transcript: Transcript, run: Run) -> bool:
-        if not run.drawn:
+    def _wants_another(self, running: Running) -> bool:
+        """Whether a control is due, or what would be a fault by the runs so far must be seen in more."""
+        runs = running.runs
+        if not runs[-1].drawn or len(runs) >= self._noise.runs_of_suspects:
             return False
-        if not self._noise.is_measured or transcript.admit.uid % CONTROL_EVERY == 0:
-            return True
-        bound = self._noise.bound
-        pairs = zip(transcript.output[run.first :], run.drawn, run.margins, strict=False)
-        return any(served != drawn and -margin > bound for served, drawn, margin in pairs)
+        is_due = not self._noise.is_measured or running.transcript.admit.uid % CONTROL_EVERY == 0
+        found = differences(running.transcript, runs)
+        return (is_due and len(runs) == 1) or any(self._noise.is_fault(margins) for _, margins in found)
 
-    def _judge(self, transcript: Transcript, run: Run, control: Run | None) -> None:
+    def _judge(self, transcript: Transcript, runs: list[Run]) -> None:
+        run, control = runs[0], runs[1] if len(runs) > 1 else None
         if control is not None:
             self._noise.add(run.margins, control.margins)
-        found = self._differences(transcript, run, control)
+        found = self._differences(transcript, runs)
         faults = [difference for difference in found if difference.is_fault]
         self._near_ties.extend(difference for difference in found if not difference.is_fault)
         self._faults.extend(faults)
@@ -238,27 +251,22 @@ class Auditor:
         if faults:
             self._report_faults(transcript, faults)
 
-    def _differences(self, transcript: Transcript, run: Run, control: Run | None) -> list[Difference]:
-        bound, found = self._noise.bound, []
-        compared = zip(transcript.output[run.first :], run.drawn, run.margins, strict=False)
-        for i, (served, drawn, margin) in enumerate(compared, run.first):
-            if served == drawn:
-                continue
-            control_margin = None if control is None else -control.margins[i - run.first]
-            found.append(
-                Difference(
-                    request_id=transcript.request_id,
-                    position=transcript.prompt_len + i,
-                    step_id=transcript.step_of(i),
-                    served=served,
-                    drawn=drawn,
-                    margin=_in_logits(-margin),
-                    control_margin=None if control_margin is None else _in_logits(control_margin),
-                    bound=bound,
-                    is_fault=self._noise.is_fault(-margin, control_margin),
-                )
+    def _differences(self, transcript: Transcript, runs: list[Run]) -> list[Difference]:
+        return [
+            Difference(
+                request_id=transcript.request_id,
+                position=transcript.prompt_len + i,
+                step_id=transcript.step_of(i),
+                served=transcript.output[i],
+                drawn=runs[0].drawn[i - runs[0].first],
+                margin=_in_logits(margins[0]),
+                control_margin=_in_logits(margins[1]) if len(runs) > 1 else None,
+                spread=_in_logits(max(margins) - min(margins)),
+                bound=self._noise.bound,
+                is_fault=self._noise.is_fault(margins),
             )
-        return found
+            for i, margins in differences(transcript, runs)
+        ]
 
     def _report_faults(self, transcript: Transcript, faults: list[Difference]) -> None:
         try:

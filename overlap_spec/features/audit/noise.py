@@ -3,17 +3,23 @@
 Some requests are run twice by plain decoding, in batches of different sizes. Their margins would be the same if
 rounding did not depend on the shape of a batch. The bound is `FACTOR` times what all but one in a thousand of them
 change by; before so many have been seen, `FACTOR` times the largest change; never less than the dtype's `FLOORS`.
+
+Noise is not the same everywhere: where a model is at a tipping point, every other rounding gives another margin. So a
+difference beyond the bound is run in more shapes, and must exceed `SPREAD` times what its own margin changes by, too.
 """
 
 import math
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 
 from overlap_spec.messages import BOUNDLESS
 
 ENOUGH = 1000  # margins, for a quantile of one in a thousand
 TAIL = 1e-3
 FACTOR = 3.0
+RUNS = 6  # of a request with a suspect, in as many shapes
+SPREAD = 2.0  # six runs of a normal margin differ by 2.5 standard deviations
 FINENESS = 32  # intervals of the histogram in a factor of 10: an interval's ends differ by 7%
 
 # Logits: a few units in the last place of a logit of 32, a large one. Below, nothing can be told from rounding.
@@ -36,6 +42,11 @@ class BatchNoise:
         return self.num_margins >= ENOUGH
 
     @property
+    def runs_of_suspects(self) -> int:
+        """How often a request is run, at most, before one of its tokens is a fault."""
+        return 2 if self._exact else RUNS
+
+    @property
     def bound(self) -> float:
         """Margins up to this are noise, in logits."""
         if self._exact:
@@ -43,11 +54,12 @@ class BatchNoise:
         tail = self.quantile(1 - TAIL) if self.is_measured else self._largest
         return max(self._floor, FACTOR * (tail or 0.0))
 
-    def is_fault(self, margin: float, control_margin: float | None) -> bool:
-        """Whether noise does not explain another token; margins are those by which plain decoding's token is ahead."""
+    def is_fault(self, margins: Sequence[float]) -> bool:
+        """Whether noise does not explain another token; by these margins plain decoding's is ahead, in each run."""
         if self._exact:
             return True
-        return margin > self.bound and (control_margin is None or control_margin > self.bound)
+        least = min(margins)
+        return least > self.bound and least > SPREAD * (max(margins) - least)
 
     def add(self, first: "array[float]", second: "array[float]") -> None:
         """Learn from two runs of a request. A margin of NaN, of logits that were not finite, tells nothing."""

@@ -249,8 +249,9 @@ class Audits(SchedulerHook):
     def _chunk_end(self, run: AuditRun, most: int, alone: bool) -> int:
         """Where the next chunk of at most `most` tokens ends; one that is alone has at least its least size."""
         unit = self._limits.state_chunk or 1
-        end = run.planned_len + max(most, unit if alone else 0)
-        return run.prefill_len if end >= run.prefill_len else end - end % unit
+        end, left = run.planned_len + max(most, unit if alone else 0), run.prefill_len - run.planned_len
+        last = run.prefill_len - (run.audit.cut if left > run.audit.cut else 0)
+        return last if end >= last else end - end % unit
 
     def _decode(self) -> StepPlan:
         """All that are prefilled; controls and the others take turns, because only controls' steps are padded."""

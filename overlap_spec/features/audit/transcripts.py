@@ -47,9 +47,9 @@ class Transcript:
     def prompt_len(self) -> int:
         return len(self.admit.prompt) // self.output.itemsize
 
-    def audit(self, control: bool = False) -> Audit:
-        """The message that has it run again."""
-        return Audit(self.admit, pack_ids(self.output), control)
+    def audit(self, num_before: int = 0) -> Audit:
+        """The message that has it run again, after so many runs in other shapes."""
+        return Audit(self.admit, pack_ids(self.output), control=num_before % 2 == 1, cut=num_before // 2)
 
     def step_of(self, index: int) -> int:
         """The id of the step that committed output token `index`."""

@@ -12,7 +12,7 @@ import pytest
 from overlap_spec.config import AuditSettings
 from overlap_spec.features.audit import Audit, Audited, StopSpeculating, frontend as auditor_module
 from overlap_spec.features.audit.frontend import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
-from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
+from overlap_spec.features.audit.noise import ENOUGH, FACTOR, RUNS, SPREAD, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile
 from overlap_spec.messages import Admit, Finish, FinishKind, Memo, SamplingParams
 
@@ -60,7 +60,12 @@ class Bench:
         self.serve(uid)
         for wrong in runs:
             self.audited(uid, wrong)
-        assert [each.control for each in self.audits_since(before)] == [False, True][: len(runs)]
+        shapes = [(each.control, each.cut) for each in self.audits_since(before)]
+        assert shapes == [(bool(number % 2), number // 2) for number in range(len(runs))]
+
+    def suspect(self, uid: int, *runs: dict[int, float]) -> None:
+        """A request that is run as often as a fault needs. The last of `runs` stands for those after it."""
+        self.run(uid, *runs, *[runs[-1]] * (RUNS - len(runs)))
 
     def audits_since(self, num_sent: int) -> list[Audit]:
         """What was sent after so many messages."""
@@ -86,12 +91,13 @@ def test_a_margin_within_the_noise_is_a_near_tie(bench: Bench) -> None:
     assert bench.counts == (1, 0) and not bench.file.exists()
 
 
-def test_a_margin_beyond_the_noise_in_both_runs_is_a_fault(bench: Bench) -> None:
-    bench.run(2, {1: FLOOR + 0.1}, {1: FLOOR + 0.2})
+def test_a_margin_beyond_the_noise_in_every_run_is_a_fault(bench: Bench) -> None:
+    bench.suspect(2, {1: FLOOR + 0.1}, {1: FLOOR + 0.2})
     (fault,) = bench.auditor.report().recent
     assert fault.is_fault and (fault.served, fault.drawn) == (12, 99)
     assert (fault.position, fault.step_id) == (3 + 1, 20) and fault.bound == FLOOR
     assert (fault.margin, fault.control_margin) == (FLOOR + 0.1, FLOOR + 0.2)
+    assert fault.spread == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("margin", [0.0, 1e-9, FLOOR, 3.0])
@@ -99,7 +105,7 @@ def test_where_all_bits_are_promised_any_other_token_is_a_fault(tmp_path: Path, 
     """Whatever the second run says, and however close the logits are."""
     bench = Bench(tmp_path / "faults.jsonl", exact=True)
     bench.run(CONTROL_EVERY, {}, {})
-    bench.run(2, {1: margin}, *([{}] if margin else []))
+    bench.run(2, {1: margin}, {})
     (fault,) = bench.auditor.report().recent
     assert bench.counts == (0, 1) and (fault.position, fault.bound) == (3 + 1, 0.0)
 
@@ -121,15 +127,32 @@ def test_a_margin_that_the_second_run_does_not_have_is_a_near_tie(bench: Bench, 
     assert bench.counts == (1, 0)
 
 
+def test_where_other_shapes_change_a_margin_by_as_much_it_is_a_near_tie(bench: Bench) -> None:
+    """At a tipping point of the model: noise is larger there than anywhere else."""
+    least = FLOOR + 0.5
+    bench.run(2, {1: least}, {1: least + 0.2}, {1: least + least / SPREAD})
+    bench.suspect(3, {1: least}, {1: least + 0.2}, {1: least + 0.9 * least / SPREAD})
+    assert bench.counts == (1, 1)
+    fault, near_tie = bench.auditor.report().recent
+    assert (fault.request_id, near_tie.spread) == ("r3", least / SPREAD)
+
+
+def test_a_suspect_whose_later_runs_come_to_nothing_is_judged_by_those_before(bench: Bench) -> None:
+    bench.serve(2)
+    for cut in (4, 3, 0):
+        bench.audited(2, {1: 3.0}, cut=cut, dropped="" if cut else "requests needed its pages")
+    assert bench.counts == (0, 1) and not bench.auditor.report().figures.backlog
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_a_fault_is_found_at_any_token(bench: Bench, index: int) -> None:
-    bench.run(2, {index: 3.0}, {index: 3.0})
+    bench.suspect(2, {index: 3.0})
     (fault,) = bench.auditor.report().recent
     assert fault.position == 3 + index and fault.step_id == (20 if index < 3 else 22)
 
 
 def test_a_difference_does_not_hide_the_next(bench: Bench) -> None:
-    bench.run(2, {0: 0.1, 1: 3.0, 3: 4.0}, {0: 0.1, 1: 3.0, 3: 4.0})
+    bench.suspect(2, {0: 0.1, 1: 3.0, 3: 4.0})
     assert bench.counts == (1, 2)
     record = msgspec.json.decode(bench.file.read_bytes())
     assert [fault["position"] for fault in record["faults"]] == [4, 6]
@@ -138,7 +161,7 @@ def test_a_difference_does_not_hide_the_next(bench: Bench) -> None:
 
 
 def test_a_forbidden_token_has_no_margin(bench: Bench) -> None:
-    bench.run(2, {2: 1e30}, {2: 1e30})
+    bench.suspect(2, {2: 1e30})
     (fault,) = bench.auditor.report().recent
     assert fault.is_fault and fault.margin is None and fault.control_margin is None
 
@@ -180,7 +203,7 @@ def test_what_two_runs_differ_by_is_counted_and_is_noise(tmp_path: Path) -> None
 def test_disable_switches_speculation_off_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "faults.jsonl", AuditSettings(1.0, "disable"))
     for uid in (1, 2):
-        bench.run(uid, {0: 3.0}, {0: 3.0})
+        bench.suspect(uid, {0: 3.0})
     assert sum(isinstance(each, StopSpeculating) for each in bench.sent) == 1
     assert not bench.auditor.report().figures.speculating
 
@@ -189,7 +212,7 @@ def test_stop_raises_and_only_the_file_has_the_request(tmp_path: Path, caplog: p
     """Every client reads the error; the log names the request, and has none of its tokens."""
     bench = Bench(tmp_path / "faults.jsonl", AuditSettings(1.0, "stop"))
     with pytest.raises(AuditFault, match="--audit-action stop") as raised:
-        bench.run(1, {0: 3.0}, {0: 3.0})
+        bench.suspect(1, {0: 3.0})
     (fault,) = json.loads(bench.file.read_text())["faults"]
     assert bench.file.stat().st_mode & 0o777 == 0o600
     assert repr(fault["request_id"]) in caplog.text and not re.search(r"\b(11|99)\b", caplog.text)
@@ -197,7 +220,7 @@ def test_stop_raises_and_only_the_file_has_the_request(tmp_path: Path, caplog: p
 
 
 def test_log_goes_on(bench: Bench) -> None:
-    bench.run(2, {0: 3.0}, {0: 3.0})
+    bench.suspect(2, {0: 3.0})
     assert not any(isinstance(each, StopSpeculating) for each in bench.sent)
     assert bench.auditor.report().figures.speculating
 
@@ -217,7 +240,7 @@ def test_what_was_not_audited_is_counted_by_reason(bench: Bench) -> None:
 
 def test_an_audit_that_ends_early_is_judged_as_far_as_it_came(bench: Bench) -> None:
     bench.serve(2)
-    for _ in range(2):
+    for _ in range(RUNS):
         bench.audited(2, {1: 3.0}, cut=2, dropped="its grammar could be followed no further")
     report = bench.auditor.report()
     assert bench.counts == (0, 1) and report.figures.requests == 1 and report.figures.tokens == 4 + 2
@@ -225,7 +248,7 @@ def test_an_audit_that_ends_early_is_judged_as_far_as_it_came(bench: Bench) -> N
 
 
 def test_another_frontend_counts_on_and_what_waited_is_dropped(bench: Bench, tmp_path: Path) -> None:
-    bench.run(2, {1: 2.0 * FLOOR}, {1: 2.0 * FLOOR})
+    bench.suspect(2, {1: 2.0 * FLOOR})
     bench.serve(3)
     bench.serve(4)
     bench.serve(5, finish=Finish(FinishKind.ABORT))

@@ -4,6 +4,7 @@ import random
 from array import array
 
 import pytest
+from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 from support.new_frontend import kill_frontend
 from support.plans import is_audit
@@ -66,6 +67,18 @@ def test_where_layers_recur_chunks_have_the_whole_prompt_and_the_first_token_is_
     assert [each.positions for each in decodes if each] == [[20], [21], [22], [23]]
     drawn = {message.uid: (array("i", message.drawn).tolist(), message.first) for message in audited(bench)}
     assert drawn == {1: ([1, 2, 3, 4], 1), 2: ([], 1)}
+    bench.check_drained()
+
+
+@pytest.mark.parametrize(
+    ("cut", "chunks"), [(0, [(0, 7)]), (3, [(0, 4), (4, 3)]), (6, [(0, 1), (1, 6)]), (7, [(0, 7)])]
+)
+def test_the_end_of_a_prompt_is_a_chunk_of_its_own_where_an_audit_asks_for_it(cut: int, chunks: list[object]) -> None:
+    bench = make_bench()
+    bench.deliver(replace(audit(1, PROMPT[:8]), cut=cut))
+    bench.finish_all()
+    assert [(each.start, len(each.tokens) // 4) for plan in bench.all_plans for each in plan.chunks] == chunks
+    assert [array("i", message.drawn).tolist() for message in audited(bench)] == [[0, 1, 2, 3, 4]]
     bench.check_drained()
 
 
