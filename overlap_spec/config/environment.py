@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import stat
 import sys
 
 from overlap_spec.config.ranks import rank_of
@@ -11,6 +12,7 @@ PREFIX = "OVERLAP_SPEC"
 POLLS = 3000  # of libgomp's waiting threads before they sleep, 0.03 to 0.05 us each
 API_KEY, ADMIN_API_KEY = "API_KEY", "ADMIN_API_KEY"  # after the prefix
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # who may write a file
 KEY_NAMES = tuple(f"{PREFIX}_{name}" for name in (API_KEY, ADMIN_API_KEY))
 
 
@@ -59,7 +61,19 @@ def _kept_bytecode() -> dict[str, str]:
     torch = importlib.util.find_spec("torch") if sys.dont_write_bytecode and sys.pycache_prefix is None else None
     if torch is None or torch.cached is None or os.path.exists(torch.cached):
         return {}
-    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": os.path.join(cache_directory(), "bytecode")}
+    folder = os.path.join(cache_directory(), "bytecode")
+    is_own = _only_own(folder) and _only_own(cache_directory())
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder} if is_own else {}
+
+
+def _only_own(folder: str) -> bool:
+    """Whether no other user can write into a folder, which is made if it is missing: what lies there is run."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        facts = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid in (0, os.geteuid()) and not facts.st_mode & BY_OTHERS
 
 
 def _sets_thread_waiting() -> bool:

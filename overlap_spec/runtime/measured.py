@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from overlap_spec.config import cache_directory
+from overlap_spec.config.environment import BY_OTHERS
 from overlap_spec.config.keys import write_private
 from overlap_spec.runtime.machine import num_cores, processor_name
 
@@ -30,7 +30,6 @@ T = TypeVar("T")
 PROCESSOR_TIMES = Path("/proc/stat")
 MOST_OF_OTHERS = 0.2  # of one core
 CLOCK_S = 0.1  # the error of the kernel's clock, at most
-BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 log = logging.getLogger(__name__)
 

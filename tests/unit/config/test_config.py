@@ -284,6 +284,11 @@ def test_children_keep_bytecode_where_none_may_be_kept_and_torch_has_none(
         found = child_environment(resolved(), "scheduler").items()
         assert (found >= kept.items()) == (forbidden and not has_bytecode)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for folder in (tmp_path, tmp_path / "bytecode"):  # others may write what would be run
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o777)
+        assert child_environment(resolved(), "worker")["PYTHONDONTWRITEBYTECODE"] == "1"
+        folder.chmod(0o755)
     monkeypatch.setattr(sys, "pycache_prefix", "/elsewhere")  # the user has said where
     assert child_environment(resolved(), "worker")["PYTHONDONTWRITEBYTECODE"] == "1"
 
