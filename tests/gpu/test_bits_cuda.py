@@ -76,15 +76,23 @@ def test_a_request_has_its_bits_in_any_company(codec: TextCodec, shape: str) -> 
 
 OF_LATENTS = {"kv_lora_rank": 512, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 SIZES: dict[str, dict[str, Any]] = {  # with which families have the kernels of published ones
+    "gemma 3": {"hidden": 512, "head_dim": 256, "sliding_window": 100},
+    "gemma 4": {"hidden": 512, "head_dim": 256, "sliding_window": 100, "global_head_dim": 512},
     "qwen3 moe": {"hidden": 1024, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    "gpt oss in mxfp4": {"hidden": 512, "head_dim": 64, "num_attention_heads": 64, "sliding_window": 100},
     "deepseek v3": OF_LATENTS | {"hidden": 512, "head_dim": 64, "v_head_dim": 128, "num_attention_heads": 16},
 }
 SIZES["qwen3 moe"] |= {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 16}
+SIZES["gpt oss in mxfp4"] |= {"num_key_value_heads": 8, "intermediate_size": 512}
 SIZES["deepseek v3"] |= {"num_key_value_heads": 16, "moe_intermediate_size": 256}
-MIXTURES = ("mixtral", "glm 4.5", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash")
+GEMMA4 = ("gemma 4", "gemma 4 e", "gemma 4 moe")
+MIXTURES = ("mixtral", "qwen3 moe", "glm 4.5", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash")
+IN_FEW_BITS = ("qwen3 moe in fp8", "mixtral in int4", "gpt oss in mxfp4", "deepseek v3 in fp8")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3", "gemma 3", "olmo 2", *MIXTURES])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "mistral with a window", "phi 3", "gemma 3", "olmo 2", *GEMMA4, *MIXTURES]
+)
 def test_families(codec: TextCodec, family: str) -> None:
     """Biases, norms of heads, norms behind, windows, experts, sinks, latents."""
     assert_bits_in(("EAGLE-3, in graphs", "EAGLE-3"), codec, partial(load, family=family), requests=REQUESTS[::2])
@@ -101,7 +109,7 @@ def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, load, **changed)
 
 
-@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4", "mixtral in int4", "deepseek v3 in fp8"])
+@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4", *IN_FEW_BITS])
 def test_weights_of_few_bits(codec: TextCodec, family: str) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=family), requests=REQUESTS[::2])
 
@@ -156,3 +164,13 @@ def test_random_schedules(codec: TextCodec, graphs: bool, record_summary) -> Non
         seen += run_bitwise_schedule(seed, codec, load, **ENGINE, **method, **sizes)
     record_summary(f"bits_{'graphs' if graphs else 'eager'}", {"schedules": 8, **seen}, torch.cuda.get_device_name())
     assert seen["finished"] and seen["accepted"], seen
+
+
+@pytest.mark.parametrize("family", ["gpt oss", "deepseek v3"])
+def test_random_schedules_of_families(codec: TextCodec, family: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        method = {"method": "NGRAM of chains"} if seed % 3 == 2 else {}
+        sizes = {"graph_batch_sizes": (1, 2, 4, 6)} if seed % 2 else {}
+        seen += run_bitwise_schedule(seed, codec, partial(load, family=family), **ENGINE, **method, **sizes)
+    assert seen["finished"], seen

@@ -18,11 +18,11 @@ MIXTURES = ("Qwen3Moe", "Mixtral", "Glm4Moe", "GptOss")
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 DENSE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Gemma3")
 # Families of which a GPU takes few bits only as these checkpoints store them, with which they are tested.
-IN_TESTED = (*RECURRING, *MIXTURES, *LATENT)
+IN_TESTED = ("Gemma4", *RECURRING, *MIXTURES, *LATENT)
 TESTED_IN = {
-    "fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", *LATENT),  # by blocks
-    "awq": ("Qwen3_5", "Qwen3Moe", "Mixtral"),
-    "gptq": ("Qwen3_5", "Qwen3Moe", "Mixtral"),
+    "fp8": ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3Moe", "Mixtral", *LATENT),  # by blocks
+    **dict.fromkeys(("awq", "gptq"), ("Qwen3_5", "Qwen3Moe", "Mixtral")),
+    "mxfp4": ("GptOss",),
 }
 FAMILIES = {  # all of whose layers the kernels run, by device
     "cpu": (*DENSE, *RECURRING),

@@ -62,7 +62,7 @@ BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 def test_sizes_of_heads_are_those_of_the_family() -> None:
     """A size that Gemma 3's config leaves out is not hidden / heads; latent attention has a kernel of its own."""
-    for name, own in (("Gemma3", {}), ("DeepseekV3", {"qk_nope_head_dim": 12})):
+    for name, own in (("Gemma3", {}), ("Gemma4", {}), ("DeepseekV3", {"qk_nope_head_dim": 12})):
         changed = {"architectures": [f"{name}ForCausalLM"], "hidden_size": 2560, "num_attention_heads": 200, **own}
         assert settle(GPU, changed=changed, speculative_algorithm="NGRAM").model.deterministic, name
 
@@ -80,8 +80,8 @@ def stored_as(name: str, stored: dict[str, Any] | None) -> dict[str, Any]:
             ("Qwen3_5", BY_BLOCK),
             ("Qwen3_5", {"quant_method": "awq"}),
         ],
-        *[("Qwen3Moe", {"quant_method": "awq"}), ("Mixtral", {"quant_method": "gptq"}), ("GptOss", None)],
-        *[("DeepseekV3", BY_BLOCK), ("Glm4MoeLite", BY_BLOCK), ("DeepseekV2", None)],
+        *[("Qwen3Moe", BY_BLOCK), ("Mixtral", {"quant_method": "gptq"}), ("GptOss", {"quant_method": "mxfp4"})],
+        *[("GptOss", {"quant_method": "mxfp4"}), ("DeepseekV3", BY_BLOCK), ("DeepseekV2", None)],
         *[("Glm4Moe", None), ("Gemma3", {"quant_method": "awq"})],
     ],
 )
@@ -100,6 +100,7 @@ def test_families_keep_it_in_tested_formats(name: str, stored: dict[str, Any]) -
         ("Qwen3Moe", {"quant_method": "mxfp4"}, {}, "not for this mxfp4"),
         ("DeepseekV3", {"quant_method": "awq"}, {}, "not for this awq"),
         ("GptOss", None, {"quantization": "fp8"}, "not for --quantization"),
+        ("Gemma4", BY_BLOCK, {}, "not for this fp8"),
     ],
 )
 def test_other_weights_of_few_bits_are_refused_on_a_gpu(
@@ -186,7 +187,7 @@ def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: s
     [
         ({"architectures": ["Step3p5ForCausalLM"]}, "is on a GPU for models of Llama, .*Step3p5ForCausalLM"),
         ({"architectures": ["Olmo2ForCausalLM"], "head_dim": 72}, "up to 256, or of 512, and this model's have 72"),
-        ({"architectures": ["Gemma4ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma4ForCausalLM"),
+        ({"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 384}, "or of 512, and this model's have 384"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised to mxfp4: on a GPU it is for fp8, awq"),
     ],
 )
