@@ -6,7 +6,7 @@ beginning, the values that tokens add solve a triangular system:
 
     (I + L) u = b (v - e^g S^T k)       L = b (k k^T) e^(g_i - g_j) below its diagonal
     out = e^g S^T q + ((q k^T) e^(g_i - g_j)) u             on and below the diagonal
-    S <-- e^g_64 S + (k e^(g_64 - g))^T u
+    S <-- e^g_64 S + k^T (e^(g_64 - g) u)
 
 Of Mamba-2 (G is 1) nothing is solved: u is v times its step, and a part of v is added to `out`.
 
@@ -25,11 +25,10 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2
 
 CHUNK = 64  # positions
 _COLUMNS = 32  # of values, in a program of the second kernel
-_WARPS = 4  # of it
+_WARPS = 4  # of it, and of the one before it
 _STAGES = {2: 3, 4: 2}  # of it, by bytes of a number: shared memory holds no more
 _MIN_DOT = 16  # the smallest side of a product
 _ROWS = 32  # that are convolved in a program
-_PREPARING_WARPS, _PREPARING_REGISTERS = 4, 168  # three programs of a multiprocessor
 
 
 def recur_over_prompts(
@@ -54,7 +53,6 @@ def recur_over_prompts(
     shared = {"N": num_heads, "M": num_keys, "DK": sizes["DK"], "DV": value_dim, "BLOCK_K": block_k, "G": sizes["G"]}
     conv, steepness, offset, bias, skip = of_layer
     exact = "tf32x3" if projected.dtype == torch.float32 else "tf32"  # of 16 bits every product is
-    few = {} if projected.dtype == torch.float32 else {"maxnreg": _PREPARING_REGISTERS}
     of_values, apart = ceil_div(num_heads * value_dim, block_k), {"C": sizes["C"], "APART": are_apart}
     _convolve_kernel[(ceil_div(longest, _ROWS), 2 * num_keys + of_values, len(slots))](
         projected, slots, positions, starts, inputs, counts, conv, bias, *prepared[:3], scale, K=sizes["K"],
@@ -62,7 +60,7 @@ def recur_over_prompts(
     )  # fmt: skip
     _prepare_kernel[(ceil_div(longest, CHUNK) + 1, num_heads, len(slots))](
         of_gates, positions, starts, steepness, offset, *prepared[:2], *prepared[3:], B=CHUNK // 4, L=CHUNK,
-        EXACT=exact, num_warps=_PREPARING_WARPS, num_stages=1, **apart, **shared, **few,
+        EXACT=exact, num_warps=_WARPS, num_stages=1, **apart, **shared,
     )  # fmt: skip
     _chunks_kernel[(ceil_div(value_dim, block_v), num_heads, len(slots))](
         slots, positions, starts, memory, skip, *prepared, found, BLOCK_V=block_v, L=CHUNK, EXACT=exact,
@@ -146,13 +144,15 @@ def _inverted(lower: tl.tensor, line: tl.tensor, B: tl.constexpr, EXACT: tl.cons
     """
     same = (line // B)[:, None] == (line // B)[None, :]
     between = tl.where(same, 0.0, lower)
-    block, row = tl.arange(0, 4), tl.arange(0, B)[None, :, None]
+    block, row = tl.arange(0, 4), tl.arange(0, B)[:, None, None]  # a thread has all rows of a column
     is_own = block[:, None, None, None] == block[None, None, :, None]
-    within = tl.sum(tl.where(is_own, tl.reshape(lower, (4, B, 4, B)), 0.0), 2)  # [4, B, B]
-    solved = tl.broadcast_to((row == tl.arange(0, B)[None, None, :]).to(tl.float32), (4, B, B))
+    within = tl.sum(tl.where(is_own, tl.reshape(lower, (4, B, 4, B)), 0.0), 2)
+    within = tl.permute(within, (1, 0, 2))  # [B, 4, B]
+    solved = tl.broadcast_to((row == tl.arange(0, B)[None, None, :]).to(tl.float32), (B, 4, B))
     for index in range(1, B):
-        of_row = tl.sum(tl.where(row == index, within, 0.0), 1)
-        solved = tl.where(row == index, solved - tl.sum(of_row[:, :, None] * solved, 1)[:, None, :], solved)
+        of_row = tl.trans(tl.sum(tl.where(row == index, within, 0.0), 0))
+        solved = tl.where(row == index, solved - tl.sum(of_row[:, :, None] * solved, 0)[None], solved)
+    solved = tl.permute(solved, (1, 0, 2))
     inverse = tl.reshape(tl.where(is_own, solved[:, :, None, :], 0.0), (4 * B, 4 * B))
     n = tl.dot(inverse, between, input_precision=EXACT)
     inverse += tl.dot(tl.dot(n, n, input_precision=EXACT), inverse, input_precision=EXACT)
@@ -217,39 +217,41 @@ def _chunks_kernel(
     at = memory_ptr + ((slot * N + head) * DK + lane[:, None]) * DV + value[None, :]
     inside = (lane < DK)[:, None] & (value < DV)[None, :]
     memory = tl.load(at, mask=inside & (fresh == 0) & (count > 0), other=0.0).to(tl.float32)
+    # Of a chunk's tokens from its first one on, which may be before the step. They are the same in all chunks.
+    of_keys = line[:, None] * (M * BLOCK_K) + lane[None, :]
+    of_lines = line[:, None] * (N * L) + line[None, :]
+    of_values = line[:, None] * (N * DV) + value[None, :]
     for first in range(-(start % L), count, L):
         row = first + line
         valid = (row >= 0) & (row < count)
-        are_valid, own_row = valid[:, None], begin + row[:, None]
-        own_key = (own_row * M + head // (N // M)) * BLOCK_K + lane[None, :]
-        own_line = (own_row * N + head) * L + line[None, :]
-        own_value = own_row * N * DV + head * DV + value[None, :]
-        has_value = are_valid & (value < DV)[None, :]
-        q = tl.load(queries_ptr + own_key, mask=are_valid, other=0.0)
-        k = tl.load(keys_ptr + own_key, mask=are_valid, other=0.0)
-        v = tl.load(values_ptr + own_value, mask=has_value, other=0.0).to(tl.float32)
+        are_valid, has_value = valid[:, None], valid[:, None] & (value < DV)[None, :]
+        own = (begin + first) * N + head
+        own_key = ((begin + first) * M + head // (N // M)) * BLOCK_K
+        q = tl.load(queries_ptr + own_key + of_keys, mask=are_valid, other=0.0)
+        k = tl.load(keys_ptr + own_key + of_keys, mask=are_valid, other=0.0)
+        v = tl.load(values_ptr + own * DV + of_values, mask=has_value, other=0.0).to(tl.float32)
         if G == 2:
-            inverse = tl.load(inverses_ptr + own_line, mask=are_valid, other=0.0)
-        products = tl.load(products_ptr + own_line, mask=are_valid, other=0.0)
-        rate = tl.load(rates_ptr + (begin + row) * N + head, mask=valid, other=0.0)
+            inverse = tl.load(inverses_ptr + own * L + of_lines, mask=are_valid, other=0.0)
+        products = tl.load(products_ptr + own * L + of_lines, mask=are_valid, other=0.0)
+        rate = tl.load(rates_ptr + own + line * N, mask=valid, other=0.0)
         # Rows behind the last one add nothing, before the first one nothing has decayed.
-        decay = tl.load(decays_ptr + (begin + row) * N + head, mask=valid, other=0.0)
+        decay = tl.load(decays_ptr + own + line * N, mask=valid, other=0.0)
         last = tl.load(decays_ptr + (begin + tl.minimum(first + L, count) - 1) * N + head)
         since = tl.exp(decay)[:, None]
         state = memory.to(kind)
         if G == 2:
             known = tl.dot(k, state, input_precision=EXACT) * since
             target = (rate[:, None] * (v - known)).to(kind)
-            added = tl.dot(inverse, target, input_precision=EXACT).to(kind)
+            added = tl.dot(inverse, target, input_precision=EXACT)
         else:
-            added = (rate[:, None] * v).to(kind)
+            added = rate[:, None] * v
         out = tl.dot(q, state, input_precision=EXACT) * since
-        out = tl.dot(products, added, out, input_precision=EXACT)
+        out = tl.dot(products, added.to(kind), out, input_precision=EXACT)
         if skip_ptr is not None:
             out += tl.load(skip_ptr + head) * v
         left = tl.exp(tl.where(valid, last - decay, 0.0))
-        kept = (k.to(tl.float32) * left[:, None]).to(kind)
-        memory = tl.dot(tl.trans(kept), added, memory * tl.exp(last), input_precision=EXACT)
+        kept = (added * left[:, None]).to(kind)
+        memory = tl.dot(tl.trans(k), kept, memory * tl.exp(last), input_precision=EXACT)
         memory = memory.to(memory_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(found_ptr + own_value, out, mask=has_value)
+        tl.store(found_ptr + own * DV + of_values, out, mask=has_value)
     tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (count > 0))
