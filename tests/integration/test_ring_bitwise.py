@@ -28,7 +28,7 @@ from support.tiny.grouped import GROUPED, grouped_kernel, grouped_kernel_of_avx2
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.layers import gated_delta
+from overlap_spec.models.layers import recurrent
 from overlap_spec.models.quantization.grouped import by_kernel
 from overlap_spec.worker.startup.geometry import LoadedModels
 
@@ -137,7 +137,7 @@ SHORT = 4  # positions of a chunk, so that prompts have several
 def test_layers_that_recur_in_random_schedules(
     codec: TextCodec, family: str, rounds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(recurrent, "CHUNK", SHORT)
     monkeypatch.setattr(*preempting(7))
     seen: Counter[str] = Counter()
     for seed in rounds:
@@ -156,7 +156,7 @@ STATES = {"deterministic": True, "dtype": torch.float32, "state_chunk": SHORT, "
 @pytest.mark.parametrize("family", ONE)
 def test_output_is_computed_again_as_it_was(codec: TextCodec, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a preemption, of which there are many; prompts are cut where there is room."""
-    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(recurrent, "CHUNK", SHORT)
     monkeypatch.setattr(*preempting(3))
     ways = {"n-grams": replace(BATCH, method="NGRAM of chains", num_slots=4, page_size=1, chunks_seed=3)}
     assert_bits_of_alone(REQUESTS[:8], ways, codec, partial(load_dense, family=family), **STATES)
@@ -165,7 +165,7 @@ def test_output_is_computed_again_as_it_was(codec: TextCodec, family: str, monke
 @pytest.mark.parametrize("family", ONE)
 def test_turns_of_layers_that_recur(codec: TextCodec, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a request has said is a prompt's in the next turn, and is cached as that alone."""
-    monkeypatch.setattr(gated_delta, "CHUNK", SHORT)
+    monkeypatch.setattr(recurrent, "CHUNK", SHORT)
     monkeypatch.setattr(*preempting(3))
     config = replace(BATCH, num_slots=3, page_size=SHORT, chunk_tokens=16)
     cached = turns_of(config, codec, partial(load_dense, family=family), (18, 7), STATES)
