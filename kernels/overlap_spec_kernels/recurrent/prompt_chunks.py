@@ -26,7 +26,7 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2
 CHUNK = 64  # positions
 _COLUMNS = 32  # of values, in a program of the second kernel
 _WARPS = 4  # of it, and of the one before it
-_STAGES = {2: 3, 4: 2}  # of it, by bytes of a number: shared memory holds no more
+_STAGES = {2: 3, 4: 2}  # of it, by bytes of a number: shared memory holds three of 4 bytes, which were not timed
 _MIN_DOT = 16  # the smallest side of a product
 _ROWS = 32  # that are convolved in a program
 
