@@ -116,8 +116,9 @@ def test_draft_input(size: int, num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_select_rows(size: int, dtype: torch.dtype, num_rows: int, width: int, columns: int) -> None:
-    arguments = torch.randn(num_rows, width, size).to(dtype), torch.randint(0, width, (num_rows,))
-    same(select_rows(*on_gpu(*arguments)), select_rows(*arguments), "selected")
+    rows, index = on_gpu(torch.randn(num_rows, width, size + 7).to(dtype), torch.randint(0, width, (num_rows,)))
+    for own in (rows, rows[..., :size], rows[..., 7:]):
+        same(select_rows(own, index), select_rows(own.cpu(), index.cpu()), "selected")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

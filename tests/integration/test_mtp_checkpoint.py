@@ -28,6 +28,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
+from overlap_spec.speculative.proposers import autoregressive
 
 FEW_PROMPTS = 4
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
@@ -71,15 +72,18 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
     assert len(set(lengths)) > 2
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
+@pytest.mark.parametrize("few_rows", [autoregressive.FEW_ROWS, 0])
 @pytest.mark.parametrize(
     ("family", "num_steps"),
     [("deepseek v3", 3), ("glm 4.7 flash", 5), ("glm 4.5", 3), ("qwen3 next", 3), ("qwen3.5", 3)],
 )
 def test_a_layer_of_experts_drafts_as_the_written_out_loop(
-    family: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_steps: int, few_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`few_rows`: of wider windows the layer goes on with one row each."""
+    monkeypatch.setattr(autoregressive, "FEW_ROWS", few_rows)
     keep_float64(monkeypatch)
     plain = tiny_target(7, **TINY_FAMILIES[family])
     made = tiny_qwen3_next if family in HYBRIDS else tiny_nextn

@@ -112,10 +112,11 @@ def test_draft_input_is_two_norms_side_by_side() -> None:
 
 
 def test_select_rows() -> None:
-    rows, index = torch.randn(7, 4, 60), torch.randint(0, 4, (7,))
-    selected = select_rows(rows, index)
-    for row in range(7):
-        assert torch.equal(selected[row], rows[row, index[row]])
+    every, index = torch.randn(7, 4, 60), torch.randint(0, 4, (7,))
+    for rows in (every, every[..., :25], every[..., 25:]):  # gates are columns of what a linear gives
+        selected = select_rows(rows, index)
+        for row in range(7):
+            assert torch.equal(selected[row], rows[row, index[row]])
 
 
 def test_keep_row() -> None:

@@ -17,9 +17,10 @@ _COLUMNS_PER_PROGRAM = 1024
 def select_rows(rows: Tensor, index: Tensor) -> Tensor:
     """Return rows[b, index[b]].
 
-    Shapes: rows [B, W, H], index [B] i64 in 0..W - 1 -> [B, H]. Raises: ValueError naming the argument. Sync: never.
+    Shapes: rows [B, W, H], maybe columns of wider rows, index [B] i64 in 0..W - 1 -> [B, H].
+    Raises: ValueError naming the argument. Sync: never.
     """
-    require(rows.dim() == 3 and rows.is_contiguous(), "rows", "[B, W, H], contiguous")
+    require(rows.dim() == 3 and rows.stride(2) == 1, "rows", "[B, W, H], each contiguous")
     require(index.shape == rows.shape[:1] and index.is_contiguous(), "index", "[B], contiguous")
     require(index.dtype == torch.int64, "index", "int64")
     return _select_rows_triton(rows, index) if runs_triton(rows) else select_rows_reference(rows, index)
@@ -30,24 +31,26 @@ def select_rows_reference(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _select_rows_triton(rows: Tensor, index: Tensor) -> Tensor:
-    num_slots, width, size = rows.shape
+    num_slots, _, size = rows.shape
     out = torch.empty((num_slots, size), dtype=rows.dtype, device=rows.device)
     block = min(next_power_of_2(size), _COLUMNS_PER_PROGRAM)
     _select_rows_kernel[(num_slots, ceil_div(size, block))](
-        rows, index, out, width, size, BLOCK=block, num_warps=4, **dependent_launch(rows.device)
-    )
+        rows, index, out, rows.stride(0), rows.stride(1), size, BLOCK=block, num_warps=4,
+        **dependent_launch(rows.device),
+    )  # fmt: skip
     return out
 
 
 @TritonKernel
 def _select_rows_kernel(
-    rows_ptr: tl.tensor, index_ptr: tl.tensor, out_ptr: tl.tensor, width: int, size: int, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    rows_ptr: tl.tensor, index_ptr: tl.tensor, out_ptr: tl.tensor, window_stride: int, row_stride: int, size: int,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row of the batch, part of its columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     wait_for_inputs(PDL)
-    selected = tl.load(rows_ptr + (row * width + tl.load(index_ptr + row)) * size + column, mask=inside)
+    place = row * window_stride + tl.load(index_ptr + row) * row_stride
+    selected = tl.load(rows_ptr + place + column, mask=inside)
     tl.store(out_ptr + row * size + column, selected, mask=inside)

@@ -141,8 +141,9 @@ def test_draft_input_of_16_bits_is_rounded_once() -> None:
 @every_shape
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:
-    rows, index = torch.randn(num_rows, width, size), torch.randint(0, width, (num_rows,))
-    assert torch.equal(_select_rows_triton(rows, index), select_rows_reference(rows, index))
+    rows, index = torch.randn(num_rows, width, size + 7), torch.randint(0, width, (num_rows,))
+    for own in (rows.contiguous(), rows[..., :size], rows[..., 7:]):
+        assert torch.equal(_select_rows_triton(own, index), select_rows_reference(own, index))
 
 
 @pytest.mark.parametrize("num_rows, size", [(1, 60), (5, 576), (3, 5000)])
