@@ -20,7 +20,7 @@ slowest round over its median is the noise.
     low N       the same of requests whose acceptance is low (mixtures and hybrids)
 
 Turns and arrivals are called once; after calls whose acceptance falls plain decoding has one. Fixed numbers stand
-beside what it took for that cell. Three speeds of each, in tokens per second:
+beside what it took for that cell, and start together, as they measure no steps. Three speeds, in tokens per second:
 
     call      all tokens over the time from the first prompt to the last token
     answers   of the answers, from the first quarter of each to its last
@@ -402,18 +402,20 @@ class Together:
 
 async def measure_together(cases: Mapping[str, Case], run: Run) -> None:
     """Adds the rows of cases: cells in rounds, turns, calls whose acceptance falls, arrivals, and fixed numbers."""
-    together = Together(cases, run)
-    async with AsyncExitStack() as stack:
-        async with AsyncExitStack() as of_defaults:
-            for key, owner in ((PLAIN, stack), *((name, of_defaults) for name in cases)):
-                await together.start(owner, key)  # one after another: an engine measures its steps as it starts
+    together, first = Together(cases, run), next(iter(cases.values()))
+    if not all(defaults_are_whole(name, case, run) for name, case in cases.items()):
+        async with AsyncExitStack() as stack:
+            for key in (PLAIN, *cases):  # one after another: an engine measures its steps as it starts
+                await together.start(stack, key)
             freeze_heap()
             await measure_defaults(together)
-        for key in next(iter(cases.values())).fixed:
-            if any(case.only for case in cases.values()) or not run.has_time(START_S):
-                return
-            async with AsyncExitStack() as of_fixed:
-                await together.start(of_fixed, key)
+    fixed, at_once = [] if first.only else list(first.fixed), first.at_once + 1  # plain decoding is not needed again
+    for keys in (fixed[begin : begin + at_once] for begin in range(0, len(fixed), at_once)):
+        if not run.has_time(START_S):
+            return
+        async with AsyncExitStack() as stack:
+            await asyncio.gather(*(together.start(stack, key) for key in keys))
+            for key in keys:
                 await measure_fixed(together, key)
 
 
@@ -445,17 +447,23 @@ async def measure_fixed(together: Together, key: str) -> None:
                 await together.fixed(name, key, dataclasses.replace(load, seeds=FALLS["low"]), "low")
 
 
-def is_whole(name: str, case: Case, run: Run) -> bool:
-    """A case is whole if every row is in the report, as often as it is measured."""
+def defaults_are_whole(name: str, case: Case, run: Run) -> bool:
+    """Whether the report has every row of default numbers, as often as it is measured."""
     if any(run.rounds_of(name, "cell", *cell) < run.rounds for cell in case.cells()):
         return False
     long, short = max(case.lengths), min(case.lengths)
     others = [(f"turn {index}", batch, long) for index, batch in enumerate(case.turns)]
     others += [(kind, batch, long) for kind in FALLS for batch in case.falling]
     others += [("arrivals", batch, short) for batch in case.batches[1::2]]
-    kinds = [*case.fixed, *(key.replace("fixed", "low") for key in case.fixed if case.of_low)]
-    others += [(kind, batch, long) for kind in kinds for batch in case.fixed_batches if batch in case.batches]
     return bool(case.only) or all(run.row(name, *row) is not None for row in others)
+
+
+def is_whole(name: str, case: Case, run: Run) -> bool:
+    """Whether the report has these, and all of fixed numbers."""
+    kinds = [*case.fixed, *(key.replace("fixed", "low") for key in case.fixed if case.of_low)]
+    batches = [batch for batch in case.fixed_batches if batch in case.batches and not case.only]
+    fixed = [(kind, batch, max(case.lengths)) for kind in kinds for batch in batches]
+    return defaults_are_whole(name, case, run) and all(run.row(name, *row) is not None for row in fixed)
 
 
 async def measure(cases: Mapping[str, Case], run: Run) -> None:

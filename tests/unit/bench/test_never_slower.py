@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -168,6 +169,40 @@ def test_fixed_numbers_of_a_mixture_have_the_low_acceptance_too() -> None:
         found, plain = (engines.run.row("a", each, 8, 256) for each in (kind, beside))
         assert found is not None and plain is not None
         assert found["plain"] == plain["plain"] and list(found["over_plain"]["call"]) == ["fixed 2"]
+
+
+class Started(Played):
+    """Starts are noted, too."""
+
+    def __init__(self, cases: dict[str, Case], run: Run) -> None:
+        super().__init__(cases, run)
+        self.starts = list[tuple[str, bool]]()  # with whether another one is beside it
+
+    async def start(self, stack: AsyncExitStack, key: str) -> None:
+        self.starts.append((key, bool(self.clients)))
+        self.clients[key] = cast(Any, None)
+        stack.callback(self.clients.pop, key)
+        await asyncio.sleep(0)
+
+
+def test_fixed_numbers_start_together_once_default_numbers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more engines at once than there were with plain decoding, which is not needed again."""
+    made = list[Started]()
+    monkeypatch.setattr(never_slower, "Together", lambda *of: made.append(Started(*of)) or made[-1])
+    few = FEW | {"fixed": FIXED, "at_once": 1}
+    cases, report = {"a": Case({}, RANDOM, **few)}, dict[str, Any](rows=[])
+    asyncio.run(never_slower.measure_together(cases, played(report)))
+    wanted = [(PLAIN, False), ("a", True), ("fixed 2", False), ("fixed 4", True), ("fixed 8", False)]
+    assert made[0].starts == wanted and not made[0].clients
+    assert is_whole("a", cases["a"], made[0].run)
+    rows = report["rows"]
+    report["rows"] = [row for row in rows if row["kind"] != "fixed 8"]
+    assert not is_whole("a", cases["a"], made[0].run)
+    asyncio.run(never_slower.measure_together(cases, played(report)))
+    assert made[1].starts == wanted[2:] and [call[0] for call in made[1].calls] == ["fixed 8"]
+    some = {"a": dataclasses.replace(cases["a"], only=(8,))}
+    asyncio.run(never_slower.measure_together(some, played({"rows": []})))
+    assert made[2].starts == wanted[:2], "cells alone"
 
 
 def test_requests_of_both_acceptances_come_by_turns() -> None:
