@@ -216,7 +216,7 @@ class RuledSteps:
 ANSWER_STEPS = 96  # of the answers whose slowest counts: of 64 tokens, one that just pays for its time loses 3%
 TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
 LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
-MISTAKEN = 1.5  # times the time of a plain step may have been measured
+MISTAKEN = 2.0  # times the time of a plain step may have been measured
 DEAREST = 3.0  # times a step of now, may a step take that is tried
 TRIAL_STEPS, MOST_TRIAL_STEPS = 2, 8  # the first has no guesses, and a step is timed after another of its width
 TRIAL_TESTS = 24  # slots that a trial tests, at least
