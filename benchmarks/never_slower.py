@@ -4,7 +4,7 @@
     python benchmarks/never_slower.py --cases 8b-2.5 --limit-s 540 --output FILE       goes on with FILE
     python benchmarks/never_slower.py --cases 8b-1.3 --batches 8,24,32,256 --rounds 2  cells of these requests alone
     python benchmarks/never_slower.py --tiny                                           a minute on a CPU
-    python benchmarks/never_slower.py --join A B C --output FILE                       their rows, without single runs
+    python benchmarks/never_slower.py --join A B C --output FILE                       their rows in columns
 
 Cases of one model are measured by turns, beside one engine of plain decoding, which has the same slots and memory as
 theirs: a few at a time, as many as the device has memory for. Cells (requests, tokens of an answer) come in an order
@@ -477,19 +477,33 @@ async def measure(cases: Mapping[str, Case], run: Run) -> None:
 
 
 def joined(files: Sequence[str]) -> Row:
-    """The rows of several reports, each with how many rounds it had, but without them."""
+    """The rows of several reports, by case and kind: what each call has, in columns, and no single runs."""
     reports = [json.loads(Path(file).read_text()) for file in files]
     if len({(each["run"]["device"], json.dumps(each["run"].get("source"))) for each in reports}) > 1:
         raise SystemExit("these reports are of different devices or files")
-    rows = [
-        {key: row[key] for key in OF_ROW}
-        | {"rounds": len(row["runs"][PLAIN]), "over_plain": {of: row["over_plain"][of] for of in ("call", "engine")}}
-        for each in reports
-        for row in each["rows"]
-    ]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in (row for each in reports for row in each["rows"]):
+        kind = "turns" if row["kind"].startswith("turn ") else row["kind"]
+        groups.setdefault((row["case"], kind), []).append(row)
+    rows = [{"case": case, "kind": kind} | columns_of(found) for (case, kind), found in groups.items()]
     engines = {case: found for each in reports for case, found in each["engines"].items()}
     starts = {case: {key: of["start_s"] for key, of in found.items()} for case, found in engines.items()}
     return {"benchmark": "never_slower", "run": reports[0]["run"], "starts_s": starts, "rows": rows}
+
+
+def columns_of(rows: Sequence[Row]) -> Row:
+    """`again`: plain decoding's slowest round; `plain`: its tokens per second, by the engine's counts."""
+    found: Row = {name: [row[name] for row in rows] for name in ("batch", "num_tokens")}
+    found |= {
+        "rounds": min(len(row["runs"][PLAIN]) for row in rows),
+        "plain": [round(row["plain"]["engine"]) for row in rows],
+    }
+    for of in ("call", "engine"):
+        ratios = [row["over_plain"][of] for row in rows]
+        found[of] = [next(ratio for name, ratio in each.items() if name != AGAIN) for each in ratios]
+        if all(AGAIN in each for each in ratios):
+            found[f"{of}_again"] = [each[AGAIN] for each in ratios]
+    return found
 
 
 def main() -> None:

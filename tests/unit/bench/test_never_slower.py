@@ -230,13 +230,21 @@ def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured() -
 def test_reports_of_one_device_are_joined_without_their_runs(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("a", "b", "c")]
     for case, device in (("a", "H200"), ("b", "H200"), ("c", "H100")):
-        row = row_of(case, "cell", 8, 64, {DEFAULT: [ONE] * 3, PLAIN: [ONE] * 3})
-        report = {"run": {"device": device}, "engines": {case: {PLAIN: {"start_s": 17.0}}}, "rows": [row]}
+        rows = [row_of(case, "cell", batch, 64, {DEFAULT: [ONE] * 3, PLAIN: [ONE] * 3}) for batch in (8, 1)]
+        rows += [row_of(case, f"turn {i}", 8, 256, {DEFAULT: [ONE], PLAIN: [ONE]}) for i in range(2)]
+        rows.append(row_of(case, "fixed 4", 8, 256, {"fixed 4": [dict.fromkeys(SPEEDS, 1.5)], PLAIN: [ONE]}))
+        report = {"run": {"device": device}, "engines": {case: {PLAIN: {"start_s": 17.0}}}, "rows": rows}
         (tmp_path / case).write_text(json.dumps(report))
     found = never_slower.joined(files[:2])
-    about = {"kind": "cell", "batch": 8, "num_tokens": 64, "rounds": 3}
-    over = {of: {DEFAULT: 1.0, AGAIN: 1.0} for of in ("call", "engine")}
-    assert found["rows"] == [{"case": case, **about, "over_plain": over} for case in "ab"]
+    two = {"plain": [1.0, 1.0], "call": [1.0, 1.0], "engine": [1.0, 1.0]}
+    again = {"call_again": [1.0, 1.0], "engine_again": [1.0, 1.0]}
+    assert found["rows"][:3] == [
+        {"case": "a", "kind": "cell", "batch": [8, 1], "num_tokens": [64, 64], "rounds": 3, **two, **again},
+        {"case": "a", "kind": "turns", "batch": [8, 8], "num_tokens": [256, 256], "rounds": 1, **two},
+        {"case": "a", "kind": "fixed 4", "batch": [8], "num_tokens": [256], "rounds": 1}
+        | {"plain": [1.0], "call": [1.5], "engine": [1.5]},
+    ]
+    assert [row["case"] for row in found["rows"][3:]] == ["b"] * 3
     assert found["starts_s"] == {"a": {PLAIN: 17.0}, "b": {PLAIN: 17.0}}
     with pytest.raises(SystemExit, match="different devices"):
         never_slower.joined(files)
