@@ -31,6 +31,7 @@ A report that is there already is gone on with, by engines that are cold again.
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import itertools
 import json
@@ -77,8 +78,9 @@ PROMPT_TOKENS = 128
 CONTEXT_LENGTH, ROOM = 4096, 64
 ROUNDS, SEED = 3, 20261126
 POLL_S = 0.01
-START_S = 60.0  # engines of 8B are not started with less time than that
+START_S = 60.0  # of an engine of 8B, and some calls
 FIXED = {"fixed 2": numbers(1, 1, 2), "fixed 4": CHAIN, "fixed 8": TREE}
+FIXED_NGRAM = {f"fixed {width}": {"speculative_num_draft_tokens": width} for width in (2, 4, 12)}
 
 Row = dict[str, Any]
 
@@ -89,7 +91,8 @@ class Case:
 
     `beside`: cases that have plain decoding in common, and `at_once` of them fit on a device with it. `falling`:
     batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured. `fixed_batches`: of
-    calls of fixed numbers; `of_low`: those are made at the second acceptance, too.
+    calls of fixed numbers; `of_low`: those are made at the second acceptance, too. `start_s`: with less time than that
+    no engine is started.
     """
 
     flags: Mapping[str, Any]
@@ -104,6 +107,7 @@ class Case:
     at_once: int = 4
     fixed_batches: tuple[int, ...] = FIXED_BATCHES
     of_low: bool = False
+    start_s: float = START_S
 
     @property
     def means(self) -> tuple[float, ...]:
@@ -142,9 +146,9 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     for name in ("30b", "30b-int4"):
         path = {"model_path": str(SHAPES / name.replace("30b", "qwen3-30b-a3b"))}
         found[name] = Case(mixture | path | accepting(2.5, LOW[0]), **few, beside=name)
-    ngram = {"speculative_algorithm": "NGRAM"}
-    found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
-    found |= {"ngram-copy": Case(ngram, "copy20")}
+    ngram, small = {"speculative_algorithm": "NGRAM"}, {"start_s": 10.0}
+    found["eagle3-chat"] = Case(EAGLE3, "chat20", fixed=FIXED, **small)
+    found |= {f"ngram-{kind}": Case(ngram, f"{kind}20", fixed=FIXED_NGRAM, **small) for kind in ("chat", "copy")}
     if heads is not None:
         standalone = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(heads / "standalone")}
         found["standalone-chat"] = Case(standalone, "chat20", batches=(1, 32, 128))
@@ -328,12 +332,18 @@ class Together:
         self.bounds = bounds_of(cases.values(), self.prompts.values())
         self.clients: dict[str, Client] = {}  # by case, and of plain decoding
 
+    def some(self, names: Sequence[str]) -> "Together":
+        """Of these cases alone, with the same slots and memory, and no engine."""
+        found = copy.copy(self)
+        found.cases, found.clients = {name: self.cases[name] for name in names}, {}
+        return found
+
     def config(self, key: str) -> EngineConfig:
         """Of a case by default, of plain decoding, or of fixed numbers for all cases."""
         cases = list(self.cases.values())
         numbers = cases[0].fixed.get(key, {})
         given = {**self.bounds, **self.cases.get(key, cases[0]).flags, **numbers}
-        if numbers:
+        if numbers and cases[0].means:
             means = cases[0].means if len(cases) == 1 else (each.means[0] for each in cases)
             given |= accepting(*means, most=longest(numbers))
         return without_speculation(config_from(given)) if key == PLAIN else config_from(given)
@@ -409,9 +419,25 @@ async def measure_together(cases: Mapping[str, Case], run: Run) -> None:
                 await together.start(stack, key)
             freeze_heap()
             await measure_defaults(together)
-    fixed, at_once = [] if first.only else list(first.fixed), first.at_once + 1  # plain decoding is not needed again
+    for alike in [] if first.only else of_one_method(cases):
+        await measure_all_fixed(together.some(alike))
+
+
+def of_one_method(cases: Mapping[str, Case]) -> list[list[str]]:
+    """Names of cases that share engines of fixed numbers: they have other acceptances or prompts."""
+    found: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        own = {flag: value for flag, value in case.flags.items() if flag not in accepting()}
+        found.setdefault(repr((own, case.fixed)), []).append(name)
+    return list(found.values())
+
+
+async def measure_all_fixed(together: Together) -> None:
+    """Adds the rows of fixed numbers, by as many engines at once as there are with plain decoding: it is not needed."""
+    first = next(iter(together.cases.values()))
+    fixed, at_once = list(first.fixed), first.at_once + 1
     for keys in (fixed[begin : begin + at_once] for begin in range(0, len(fixed), at_once)):
-        if not run.has_time(START_S):
+        if not together.run.has_time(first.start_s):
             return
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(together.start(stack, key) for key in keys))
@@ -472,7 +498,7 @@ async def measure(cases: Mapping[str, Case], run: Run) -> None:
         names = [name for name, case in left.items() if case.beside == beside]
         at_once = left[names[0]].at_once
         for begin in range(0, len(names), at_once):
-            if run.has_time(START_S if left[names[0]].fixed else 5.0):
+            if run.has_time(left[names[0]].start_s):
                 await measure_together({name: left[name] for name in names[begin : begin + at_once]}, run)
 
 

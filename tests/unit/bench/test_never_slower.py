@@ -40,6 +40,7 @@ from never_slower import (
     longest,
     measure_defaults,
     measure_fixed,
+    of_one_method,
     row_of,
 )
 from records.parts import ROUNDS, SLOWER_CASES, grid_whole
@@ -203,6 +204,21 @@ def test_fixed_numbers_start_together_once_default_numbers_are_whole(monkeypatch
     some = {"a": dataclasses.replace(cases["a"], only=(8,))}
     asyncio.run(never_slower.measure_together(some, played({"rows": []})))
     assert made[2].starts == wanted[:2], "cells alone"
+
+
+def test_cases_of_one_method_share_engines_of_fixed_numbers() -> None:
+    cases = known_cases(None)
+    small = ("eagle3-chat", "ngram-chat", "ngram-copy")
+    assert of_one_method({name: cases[name] for name in ("8b-2.5", "8b-1.3")}) == [["8b-2.5", "8b-1.3"]]
+    assert of_one_method({name: cases[name] for name in small}) == [["eagle3-chat"], ["ngram-chat", "ngram-copy"]]
+    other = dataclasses.replace(cases["8b-standalone"], fixed=FIXED)
+    assert of_one_method({"8b-3.5": cases["8b-3.5"], "other": other}) == [["8b-3.5"], ["other"]]
+    engines = Played({name: cases[name] for name in small}, played({"rows": []}))
+    engines.bounds = {"max_total_tokens": 5000}
+    some = engines.some(["ngram-chat", "ngram-copy"])
+    config = some.config("fixed 12")
+    assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("NGRAM", 12)
+    assert config.speculative_simulate_acc_len is None and config.max_total_tokens == 5000 and not some.clients
 
 
 def test_requests_of_both_acceptances_come_by_turns() -> None:
