@@ -2,20 +2,26 @@
 
     python benchmarks/deterministic_price.py --output benchmarks/results/deterministic_price_h200.json
     python benchmarks/deterministic_price.py --cells "8B plain" "8B chain" --rounds 3 --seconds 75 --output FILE
+    python benchmarks/deterministic_price.py --before TREE --output FILE    beside a tree from before there was the flag
 
-For each cell two engines are built in one process, without server and scheduler, on the same chats (`step_profile`). A
-round times each of them once at every size, which of them first by turns; what is reported is the median of the rounds,
-and their ratio. So the price is that of the flag at one commit (`before_after.py` compares commits). Weights are drawn:
-bits of answers mean nothing here, times do. Cells stand in the order of their weight. FILE is written after each cell;
-with the same code, the next run leaves out what is in it.
+For each cell two engines are built, each in a process of its own, without server and scheduler, on the same chats
+(`step_profile`). A round asks each of them once for every size, which of them first by turns, while the others wait;
+what is reported is the median of the rounds, and their ratio: the price of the flag at one commit. TREE, with
+`overlap_spec/` and `kernels/` of another commit, has a third engine on the same GPU. Weights are drawn: bits of answers
+mean nothing here, times do. Cells stand in the order of their weight. FILE is written after each cell; with the same
+code, the next run leaves out what is in it.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
+from overlap_spec.runtime.source import git_hash
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
@@ -44,6 +51,8 @@ CHAIN |= {"speculative_num_draft_tokens": 4}
 PLAIN = {"speculative_algorithm": "NONE"}
 STEPS = 30  # of one measurement
 LEAST_S = 30.0  # that a cell takes; with less left, none is begun
+OTHER = ("overlap_spec/models", "overlap_spec/speculative", "overlap_spec/worker", "kernels/overlap_spec_kernels")
+Times = dict[tuple[str, int], float]  # milliseconds by kind and size
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ CELLS = {
     "8B chain": Cell("llama-3.1-8b", CHAIN),
     "SmolLM2 plain": Cell("smollm2", PLAIN, (8192,)),
     "8B plain, fp8": Cell("llama-3.1-8b", PLAIN | {"quantization": "fp8"}, (8192,)),
+    "8B chain, fp8": Cell("llama-3.1-8b", CHAIN | {"quantization": "fp8"}),
     "SmolLM2 chain": Cell("smollm2", CHAIN),
     # Without the flag these are trees; with it they are chains.
     "8B, default numbers": Cell("llama-3.1-8b", {"speculative_algorithm": "EAGLE3"}, batches=(1, 8, 32)),
@@ -75,19 +85,28 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further cell is begun")
+    parser.add_argument("--before", help="the root of another commit's tree")
+    parser.add_argument("--answer", choices=["off", "on"], help=argparse.SUPPRESS)  # as the process of an engine
     arguments = parser.parse_args()
     become_a_worker(config_of("8B plain", SHAPES, False))
+    if arguments.answer:
+        answer(arguments.answer == "on")
+        return
     run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
+    engines = {"off": Engine("off"), "on": Engine("on")}
+    if arguments.before:
+        run["before"] = {part: git_hash(Path(arguments.before) / part) for part in OTHER}
+        engines["before"] = Engine("off", arguments.before)
     rows = measured_before(arguments.output, run)
-    with tempfile.TemporaryDirectory() as scratch:
-        write_small_shapes(Path(scratch))
-        for cell in arguments.cells:
-            left = begun + arguments.seconds - time.monotonic()
-            if left < LEAST_S or any(row["cell"] == cell for row in rows):
-                continue
-            rows += measure(cell, arguments.rounds, Path(scratch), begun + arguments.seconds)
-            if arguments.output:
-                write_report(arguments.output, {"benchmark": "deterministic_price", "run": run, "rows": rows})
+    for cell in arguments.cells:
+        left = begun + arguments.seconds - time.monotonic()
+        if left < LEAST_S or any(row["cell"] == cell for row in rows):
+            continue
+        rows += measure(cell, engines, arguments.rounds, begun + arguments.seconds)
+        if arguments.output:
+            write_report(arguments.output, {"benchmark": "deterministic_price", "run": run, "rows": rows})
+    for engine in engines.values():
+        engine.close()
 
 
 def measured_before(output: str | None, run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,7 +114,7 @@ def measured_before(output: str | None, run: dict[str, Any]) -> list[dict[str, A
     if output is None or not Path(output).exists():
         return []
     report = json.loads(Path(output).read_text())
-    same = all(report["run"][name] == run[name] for name in ("device", "versions", "source"))
+    same = all(report["run"].get(name) == run.get(name) for name in ("device", "versions", "source", "before"))
     found: list[dict[str, Any]] = report["rows"] if same else []
     return found
 
@@ -125,46 +144,100 @@ def config_of(name: str, scratch: Path, flag: bool) -> EngineConfig:
         cuda_graph_bs=cell.batches,
         max_total_tokens=tokens,
         context_length=max(2048, *cell.prompts, 0) + 512,
-        enable_deterministic_inference=flag,
+        **({"enable_deterministic_inference": True} if flag else {}),  # which another tree may not know
         **cell.method,
         **head,
     )
 
 
-def measure(name: str, rounds: int, scratch: Path, ends_at: float) -> list[dict[str, Any]]:
-    """All sizes of one cell. Rounds end at `ends_at`, but for the first."""
+class Engine:
+    """The engine of a cell after another, in a process that answers a line for each line that it gets."""
+
+    def __init__(self, flag: str, tree: str = "") -> None:
+        paths = [*([tree, f"{tree}/kernels"] if tree else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, __file__, "--answer", flag]
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def ask(self, cell: str = "") -> None:
+        """For a round, or for another cell's engine."""
+        assert self._process.stdin is not None
+        print(cell, file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The width of a cell's steps, or (kind, size, milliseconds) of a round."""
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()  # the end of its input is that of the process
+
+
+def answer(flag: bool) -> None:
+    """As the process of `Engine`."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed does not stand between them
     prompts = [row["prompt_ids"] for row in json.loads(ROWS.read_text())["rows"]]
-    engines = {flag: built(config_of(name, scratch, flag)) for flag in (False, True)}
-    found: dict[tuple[str, int], dict[bool, list[float]]] = {}
+    engine: tuple[Executor, Geometry] | None = None
+    with tempfile.TemporaryDirectory() as scratch:
+        write_small_shapes(Path(scratch))
+        for line in sys.stdin:
+            if asked := line.strip():
+                cell = CELLS[asked]
+                if engine is not None:
+                    engine[0].close()
+                    engine = None
+                    torch.cuda.empty_cache()  # for other processes
+                engine = built(config_of(asked, Path(scratch), flag))
+                print(engine[1].width, file=answers, flush=True)
+            else:
+                assert engine is not None
+                times = one_round(*engine, cell, prompts)
+                print(json.dumps([[*at, ms] for at, ms in times.items()]), file=answers, flush=True)
+
+
+def measure(name: str, engines: Mapping[str, Engine], rounds: int, ends_at: float) -> list[dict[str, Any]]:
+    """All sizes of one cell. Rounds end at `ends_at`, but for the first."""
+    for engine in engines.values():
+        engine.ask(name)
+    widths = {of: engine.answer() for of, engine in engines.items()}
+    found: dict[tuple[str, int], dict[str, list[float]]] = {}
     longest = 0.0
     for turn in range(rounds):
         began = time.monotonic()
         if began + longest > ends_at:
             break
-        for flag in (False, True) if turn % 2 else (True, False):
-            for size, times in one_round(*engines[flag], CELLS[name], prompts).items():
-                found.setdefault(size, {False: [], True: []})[flag].append(times)
+        for of in list(engines)[:: 1 if turn % 2 else -1]:
+            engines[of].ask()
+            for kind, size, ms in engines[of].answer():
+                found.setdefault((kind, size), {each: [] for each in engines})[of].append(ms)
         longest = time.monotonic() - began
-    widths = {flag: geometry.width for flag, (_, geometry) in engines.items()}
-    for executor, _ in engines.values():
-        executor.close()
-    rows = []
-    for (kind, size), times in found.items():
-        off, on = (statistics.median(times[flag]) for flag in (False, True))
-        row = {"cell": name, "kind": kind, "size": size, "off_ms": off, "on_ms": on, "price": round(on / off, 3)}
-        if widths[False] != widths[True]:
-            row["widths"] = {"off": widths[False], "on": widths[True]}
-        print(json.dumps(row), flush=True)
-        rows.append(row | {"rounds": {"off": times[False], "on": times[True]}})
+    rows = [row_of(name, *at, times, widths) for at, times in found.items()]
+    for row in rows:
+        print(json.dumps({key: value for key, value in row.items() if key != "rounds"}), flush=True)
     return rows
 
 
-def one_round(
-    executor: Executor, geometry: Geometry, cell: Cell, prompts: list[list[int]]
-) -> dict[tuple[str, int], float]:
-    """Milliseconds of a step and of a prompt, by kind and size."""
+def row_of(
+    name: str, kind: str, size: int, rounds: dict[str, list[float]], widths: Mapping[str, int]
+) -> dict[str, Any]:
+    """Medians, and their ratios: `price`, on over off; `to_before`, on and off over the other tree's."""
+    medians = {of: statistics.median(times) for of, times in rounds.items()}
+    row: dict[str, Any] = {"cell": name, "kind": kind, "size": size, **{f"{of}_ms": ms for of, ms in medians.items()}}
+    row["price"] = round(medians["on"] / medians["off"], 3)
+    if "before" in medians:
+        row["to_before"] = {of: round(medians[of] / medians["before"], 3) for of in ("off", "on")}
+    if len(set(widths.values())) > 1:
+        row["widths"] = dict(widths)
+    return row | {"rounds": rounds}
+
+
+def one_round(executor: Executor, geometry: Geometry, cell: Cell, prompts: list[list[int]]) -> Times:
+    """Of a step and of a prompt."""
     fill(executor, geometry.width, prompts, max(cell.batches))
-    found = {}
+    found: Times = {}
     for batch in cell.batches:
         plan = StepPlan(0, geometry.width, list(range(batch)))
         steps(executor, plan, 5, ahead=True)

@@ -295,12 +295,14 @@ def _drafters(report: Report) -> list[str]:
 
 
 def _deterministic_price(report: Report) -> list[str]:
-    """A row for each cell; how many times as long a step or a prompt takes with the flag."""
+    """A row for each cell; how many times as long a step or a prompt takes with the flag, and beside another tree's."""
     columns = sorted({(row["kind"] != "step", row["size"]) for row in report["rows"]})
     cells: dict[str, dict[tuple[bool, int], str]] = {}
     for row in report["rows"]:
         widths = "" if "widths" not in row else f" (widths {row['widths']['off']}, {row['widths']['on']})"
         times = f"{row['off_ms']:.4g} to {row['on_ms']:.4g}, **{row['price']:.2f}**"
+        if "before_ms" in row:
+            times += f"; {row['before_ms']:.4g} before: {row['to_before']['off']:.2f}, **{row['to_before']['on']:.2f}**"
         cells.setdefault(row["cell"] + widths, {})[row["kind"] != "step", row["size"]] = times
     head = [f"a prompt of {size:,}" if is_prompt else f"batch {size}" for is_prompt, size in columns]
     return _table(["ms", *head], [[cell, *(found.get(at, "") for at in columns)] for cell, found in cells.items()])

@@ -1,11 +1,13 @@
 """The engines whose steps `benchmarks/deterministic_price.py` times differ in the flag alone."""
 
+import os
+import sys
 from pathlib import Path
 
 import deterministic_price
 import msgspec
 import pytest
-from deterministic_price import CELLS, SHAPES, config_of, measured_before, write_small_shapes
+from deterministic_price import CELLS, SHAPES, Engine, config_of, measured_before, row_of, write_small_shapes
 from documents.result_tables import RENDERERS
 
 from overlap_spec.config import Machine
@@ -47,6 +49,52 @@ def test_cells_of_the_same_code_are_not_measured_again(tmp_path: Path) -> None:
     output.write_bytes(msgspec.json.encode({"run": run | {"when": "before"}, "rows": [{"cell": "8B plain"}]}))
     assert measured_before(str(output), run) == [{"cell": "8B plain"}]
     assert measured_before(str(output), run | {"source": {"commit": "2"}}) == []
+    assert measured_before(str(output), run | {"before": {"overlap_spec/worker": "3"}}) == []
+
+
+def test_medians_are_beside_those_of_the_other_tree() -> None:
+    rounds = {"off": [4.0, 1.0, 5.0], "on": [5.0, 5.0, 9.0], "before": [8.0, 2.0, 2.0]}
+    row = row_of("8B plain", "step", 8, rounds, dict.fromkeys(rounds, 4))
+    assert (row["off_ms"], row["on_ms"], row["before_ms"]) == (4.0, 5.0, 2.0)
+    assert row["price"] == 1.25 and row["to_before"] == {"off": 2.0, "on": 2.5} and "widths" not in row
+    assert row_of("8B", "step", 8, rounds, {"off": 8, "on": 6, "before": 8})["widths"]["on"] == 6
+
+
+STAND_IN = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import deterministic_price as price
+
+def built(config):
+    print("said by an engine")
+    return SimpleNamespace(close=Path(__file__).with_suffix(".closed").touch), SimpleNamespace(width=config)
+
+price.built = built
+price.config_of = lambda cell, scratch, flag: 4 + flag
+price.one_round = lambda executor, geometry, cell, prompts: {("step", geometry.width): 1.5, ("prompt", 512): 100.0}
+price.answer(sys.argv[2] == "on")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flag", "width"), [("off", 4), ("on", 5)])
+def test_an_engine_is_asked_for_cells_and_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, width: int
+) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(deterministic_price, "__file__", str(script))
+    engine = Engine(flag)
+    engine.ask("8B plain")
+    assert engine.answer() == width and not script.with_suffix(".closed").exists()
+    for _ in range(2):
+        engine.ask()
+        assert engine.answer() == [["step", width, 1.5], ["prompt", 512, 100.0]]
+    engine.ask("8B chain")
+    assert engine.answer() == width and script.with_suffix(".closed").exists()
+    engine.close()
 
 
 def test_the_table_has_a_row_for_each_cell() -> None:
@@ -55,5 +103,8 @@ def test_the_table_has_a_row_for_each_cell() -> None:
     trees = row | {"cell": "8B, default numbers", "widths": {"off": 10, "on": 4}}
     head, _, plain, defaults = RENDERERS["deterministic_price"]({"rows": [row, prompt, trees]})
     assert head == "| ms | batch 1 | a prompt of 8,192 |"
+    beside = row | {"before_ms": 3.9, "to_before": {"off": 0.964, "on": 1.016}}
+    (_, _, first) = RENDERERS["deterministic_price"]({"rows": [beside]})
+    assert first == "| 8B plain | 3.76 to 3.963, **1.05**; 3.9 before: 0.96, **1.02** |"
     assert plain == "| 8B plain | 3.76 to 3.963, **1.05** | 200.7 to 257, **1.28** |"
     assert defaults.startswith("| 8B, default numbers (widths 10, 4) | 3.76 to")
