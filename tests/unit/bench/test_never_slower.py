@@ -284,7 +284,7 @@ def test_as_many_cases_as_a_device_holds_are_measured_together(monkeypatch: pyte
 
 def test_the_grid_is_the_one_that_must_hold() -> None:
     cases = known_cases(Path("heads"))
-    shapes = {"8b-1.3", "8b-2.5", "8b-3.5", "8b-standalone", "9b", "30b", "30b-int4"}
+    shapes = {"8b-1.3", "8b-2.5", "8b-2.5-in-order", "8b-3.5", "8b-standalone", "9b", "30b", "30b-int4"}
     assert set(cases) == {*shapes, "eagle3-chat", "standalone-chat", "ngram-chat", "ngram-copy"}
     assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
     assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
