@@ -114,6 +114,12 @@ def test_weights_of_few_bits(codec: TextCodec, family: str) -> None:
     assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=family), requests=REQUESTS[::2])
 
 
+@pytest.mark.parametrize("family", ["llama in fp8", "llama in int4"])
+def test_weights_of_few_bits_in_float16(codec: TextCodec, family: str) -> None:
+    given = {"dtype": torch.float16, "requests": REQUESTS[1::2]}
+    assert_bits_in(("EAGLE-3, in graphs",), codec, partial(load, family=family), **given)
+
+
 STATES: dict[str, Any] = {"deterministic": True, "num_snapshots": 6, "page_size": 16}
 WIDE = {"hidden": 64, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 WHOLE = {"hidden": 128, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
