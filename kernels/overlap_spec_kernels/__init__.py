@@ -44,7 +44,7 @@ from overlap_spec_kernels.launch import NotMadeError, made_before, only_compiles
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight, dequantised_float4
-from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_beside, linear_logits
 from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
 from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
@@ -214,6 +214,7 @@ __all__ = [
     "latent_tree_attention",
     "linear_add",
     "linear_argmax",
+    "linear_beside",
     "linear_logits",
     "log_prob_rows",
     "made_before",

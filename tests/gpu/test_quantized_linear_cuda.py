@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Norm, Normed, compiling_together, fused_linear, linear_add, linear_logits
+from overlap_spec_kernels import (
+    DenseWeight,
+    Norm,
+    Normed,
+    compiling_together,
+    fused_linear,
+    linear_add,
+    linear_beside,
+    linear_logits,
+)
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, split_counters
 from overlap_spec_kernels.linear.packed_stream import PackedStream
@@ -88,6 +97,19 @@ def test_products(kind: str, rows: int, order: Order, shape: tuple[int, int]) ->
     assert_near(total.values, expected + residual.double())
     wanted = F.rms_norm(total.values.double(), (size_n,), norm.weight.double(), norm.eps)
     assert_near(total.normalised(), wanted)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_another_matrix_beside(rows: int) -> None:
+    """In one launch with up to 16 rows of x."""
+    weight = weight_of("fp8, blocks", 1536, 2048).in_fragments()
+    matrix, values = (torch.randn(count, 2048, device="cuda", dtype=BFLOAT) for count in (64, rows))
+    parts = values.float().square().view(rows, 128, -1).sum(2).t().contiguous()
+    x, wide = Normed(values, values, parts, 1e-5), values.double()
+    found, beside = linear_beside(x, weight, DenseWeight(matrix))
+    assert torch.equal(found, fused_linear(x, weight))
+    assert_near(beside, wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5) @ matrix.double().t())
 
 
 @pytest.mark.parametrize("order", Order)

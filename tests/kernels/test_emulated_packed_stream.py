@@ -14,7 +14,7 @@ from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, Normed
 from overlap_spec_kernels.linear import packed_stream as packed
 from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.packed_stream import PackedStream
+from overlap_spec_kernels.linear.packed_stream import Beside, PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.nvrtc import CudaCode
@@ -198,6 +198,27 @@ def assert_product(emulator: CudaEmulator, run: Run) -> None:
     assert all(torch.equal(each, results[0]) for each in results), "the order of events changes nothing"
 
 
+@pytest.mark.parametrize(("rows", "of_beside", "scaled"), [(1, 6, True), (5, 3, True), (11, 9, False)])
+def test_another_matrix_beside(emulator: CudaEmulator, rows: int, of_beside: int, scaled: bool) -> None:
+    """More rows than programs, or fewer."""
+    run = Run(Case(rows, 256, 512, 8, 128, 128), scaled=scaled, parts=70)
+    weight, (x, _, written) = in_guarded_memory(weight_of(run.case).in_fragments()), inputs(run)
+    matrix = guarded(torch.randn(of_beside, 512).to(BFLOAT))
+    cut = cut_of(run, weight.packing)
+    assert cut.takes_beside(matrix) and not cut._replace(cluster=2).takes_beside(matrix)
+    assert not cut._replace(leaves_room=True).takes_beside(matrix) and not cut.takes_beside(matrix.float())
+    call, results = call_of(x, weight.data, False, None, BFLOAT, cut.block_n), []
+    for seed, beside in enumerate((Beside(matrix, guarded(torch.empty(rows, of_beside, dtype=BFLOAT))), None)):
+        emulator.seed, emulator.written_before = seed, written
+        call = call._replace(out=guarded(torch.empty(rows, 256, dtype=BFLOAT)))
+        cut.run(call, cut.num_programs(weight.data, False), weight.packing, beside)
+        results.append(call.out)
+        if beside is not None:
+            found, wanted = beside.out.double(), expected(run, x, matrix.double(), None)
+            torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+    assert torch.equal(*results), "what is beside changes no bit"
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", RUNS)
@@ -248,8 +269,8 @@ def test_the_division_of_an_8b_model() -> None:
 def test_one_row_has_all_of_a_small_weight_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The linears around attention of Qwen3-30B-A3B in 4 bits; with another row, or gated, they are as others."""
     monkeypatch.setattr(packed, "num_multiprocessors", lambda device: 132)
-    assert chosen(1, 5120, 2048, INT4) == PackedStream(3, 2, 8, early=3, beside=True)
-    assert chosen(1, 2048, 4096, INT4) == PackedStream(2, 4, 8, early=2, beside=True)
+    assert chosen(1, 5120, 2048, INT4) == PackedStream(3, 2, 8, early=3, leaves_room=True)
+    assert chosen(1, 2048, 4096, INT4) == PackedStream(2, 4, 8, early=2, leaves_room=True)
     assert chosen(2, 2048, 4096, INT4) == PackedStream(4, 4, 8)
     assert chosen(1, 2048, 2048, INT4, gated=True) == PackedStream(4, 2, 8)
     of_32 = weight_of(Case(1, 32, 128, 4, 32)).in_fragments()

@@ -2,6 +2,7 @@
 
     fused_linear   y = scale * (x W^T)                 scale from the sums of squares of a `Normed` residual
                    y = silu(gate) * up                 if gated; W holds gate's rows first
+    linear_beside  the same, and another linear of the same rows
     linear_logits  the same, in float32
     linear_add     v = residual + x W^T                also writes v times the next norm's weight, and sums of v^2
 
@@ -27,6 +28,17 @@ def fused_linear(x: Tensor | Normed, weight: LinearOperand, gated: bool = False)
         return weight.product(x)
     require(weight.shape[0] % 2 == 0, "weight", "an even number of rows if gated")
     return weight.gated(x)
+
+
+def linear_beside(x: Tensor | Normed, weight: LinearOperand, other: LinearOperand) -> tuple[Tensor, Tensor]:
+    """`fused_linear` of two weights, the second one's result after the first one's.
+
+    Shapes: x [T, I], weight [O, I], other [P, I] -> [T, O], [T, P]. Raises: ValueError naming the argument.
+    Sync: never.
+    """
+    require_linear(rows_of(x), weight)
+    require_linear(rows_of(x), other)
+    return weight.product_beside(x, other)
 
 
 def linear_logits(x: Tensor | Normed, weight: LinearOperand) -> Tensor:

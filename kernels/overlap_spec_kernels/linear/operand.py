@@ -35,6 +35,11 @@ class LinearOperand(ABC):
     def product(self, x: Tensor | Normed) -> Tensor:
         """`x @ W.T` of the normalised rows, in their type. Shapes: [T, I] -> [T, O]."""
 
+    def product_beside(self, x: Tensor | Normed, other: LinearOperand) -> tuple[Tensor, Tensor]:
+        """`product`, and that of another weight, which is launched first: this one comes meanwhile."""
+        beside = other.product(x)
+        return self.product(x), beside
+
     @abstractmethod
     def logits(self, x: Tensor | Normed) -> Tensor:
         """`product` without rounding to 16 bits. Shapes: [T, I] -> [T, O], float32 or wider."""

@@ -31,6 +31,7 @@ _MOST_STAGES = 4
 _LARGE = 8 << 20  # bytes of a weight
 _STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value, where a program has 8 warps: 32 KiB
 _MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
+_MOST_BESIDE, _BESIDE_WARPS = 128, 4  # rows of another matrix, about one for each multiprocessor; of a program
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -42,10 +43,17 @@ class _Work(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
-        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums")),
+        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums", "beside", "beside_out")),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
     )
+
+
+class Beside(NamedTuple):
+    """Another matrix that x is multiplied by in the same launch, in bfloat16, and what it gives."""
+
+    matrix: Tensor  # [P, K]
+    out: Tensor  # [T, P]
 
 
 class PackedStream(NamedTuple):
@@ -57,7 +65,7 @@ class PackedStream(NamedTuple):
     cluster: int = 1  # programs that divide K
     warps: int = 16  # of a program
     early: int = 2  # stages that are asked for before x
-    beside: bool = False  # registers leave room for a program of attention
+    leaves_room: bool = False  # its registers do, for a program of attention
 
     @property
     def block_n(self) -> int:
@@ -68,14 +76,19 @@ class PackedStream(NamedTuple):
         """Programs that would find work; fewer run if the device has room for fewer."""
         return num_columns(weight, gated) // TILE_ROWS * self.cluster
 
-    def run(self, call: Call, programs: int, packing: Packing) -> None:
+    def takes_beside(self, matrix: Tensor) -> bool:
+        """Whether a launch has room for the product of another matrix."""
+        fits = len(matrix) <= _MOST_BESIDE and self.cluster == 1 and not self.leaves_room
+        return fits and matrix.dtype == torch.bfloat16 and matrix.data_ptr() % 16 == 0
+
+    def run(self, call: Call, programs: int, packing: Packing, beside: Beside | None = None) -> None:
         """Launch. Sync: never."""
         x, out = call.x, call.out
         assert out is not None
         norm = None if call.norm is None else call.norm.weight
         work = _Work(
             *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
-            *map(_address, (out, call.weighted, call.sums)),
+            *map(_address, (out, call.weighted, call.sums, *(beside or (None, None)))),
             x.stride(0),
             0 if call.residual is None else call.residual.stride(0),
             num_columns(call.weight, call.gated),
@@ -83,11 +96,13 @@ class PackedStream(NamedTuple):
             call.num_squares,
             call.eps,
         )
-        kernel = _kernel(self, self.defines(call, packing), self._shared_bytes(call.gated, packing), x.device)
+        rows, shared_bytes = 0 if beside is None else len(beside.matrix), self._shared_bytes(call.gated, packing)
+        warps = self.warps + (_BESIDE_WARPS if rows else 0)
+        kernel = _kernel(warps, self.defines(call, packing, rows), shared_bytes, x.device)
         kernel.launch(min(programs, kernel.clusters_at_once(self.cluster) * self.cluster), (work,))
 
-    def defines(self, call: Call, packing: Packing) -> tuple[str, ...]:
-        """The names that packed_stream.cu is compiled with."""
+    def defines(self, call: Call, packing: Packing, beside: int = 0) -> tuple[str, ...]:
+        """The names that packed_stream.cu is compiled with. `beside`: rows of another matrix."""
         assert call.out is not None
         flags = {
             "GATED": call.gated,
@@ -105,10 +120,11 @@ class PackedStream(NamedTuple):
             "TILES": self.tiles,
             "STAGES": self.stages,
             "EARLY": min(self.early, self.stages),
-            "BESIDE": self.beside,
+            "ROOM": self.leaves_room,
             "CLUSTER": self.cluster,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
+            "BESIDE": beside,
         }
         return tuple(f"{name}={int(value)}" for name, value in (sizes | flags).items())
 
@@ -146,7 +162,7 @@ def _all_at_once(cut: PackedStream, weight: Tensor, size_k: int, multiprocessors
     steps = ceil_div(size_k // TILE_COLUMNS, cut.cluster * cut.warps * cut.tiles)
     share = ceil_div(len(weight) // TILE_ROWS, multiprocessors) * steps
     stages = max(min(cut.stages, share), 2)
-    return cut._replace(stages=stages, early=stages, beside=True)
+    return cut._replace(stages=stages, early=stages, leaves_room=True)
 
 
 def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
@@ -227,5 +243,5 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @functools.cache
-def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
-    return CudaKernel(CudaCode(SOURCE, defines), "packed_stream", 32 * cut.warps, shared_bytes)
+def _kernel(warps: int, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
+    return CudaKernel(CudaCode(SOURCE, defines), "packed_stream", 32 * warps, shared_bytes)

@@ -28,7 +28,7 @@ from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packed_products import PackedProducts, packed_products_for
-from overlap_spec_kernels.linear.packed_stream import PackedStream, packed_stream_for, takes_weight
+from overlap_spec_kernels.linear.packed_stream import Beside, PackedStream, packed_stream_for, takes_weight
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, fits_fragments, in_fragments, in_rows
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
 from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
@@ -121,6 +121,16 @@ class QuantizedWeight(PackedWeight):
         if out := self._launch(x, False, None, self.dtype):
             return out.values
         return quantized_linear_reference(x, self, False) if self._runs_reference(x) else self._dense().product(x)
+
+    def product_beside(self, x: Tensor | Normed, other: LinearOperand) -> tuple[Tensor, Tensor]:
+        cut = self.cut(rows_of(x), False)
+        if not (isinstance(cut, PackedStream) and isinstance(other, DenseWeight) and cut.takes_beside(other.matrix)):
+            return LinearOperand.product_beside(self, x, other)
+        beside = Beside(other.matrix, rows_of(x).new_empty(len(rows_of(x)), len(other.matrix)))
+        call = call_of(x, self.data, False, None, self.dtype, cut.block_n)
+        cut.run(call, cut.num_programs(self.data, False), self.packing, beside)
+        assert call.out is not None
+        return call.out, beside.out
 
     def gated(self, x: Tensor | Normed) -> Tensor:
         if out := self._launch(x, True, None, self.dtype):

@@ -21,6 +21,7 @@ from overlap_spec_kernels import (
     largest_columns,
     linear_add,
     linear_argmax,
+    linear_beside,
     linear_logits,
     normalised,
     silu_mul,
@@ -85,6 +86,11 @@ class AnyLinear(ABC):
         unit = torch.eye(self.in_features, dtype=self.compute_dtype, device=self.device)
         return (self(unit) - self(torch.zeros_like(unit[:1]))).T.contiguous()
 
+    def beside(self, x: Normed, other: "AnyLinear") -> tuple[Tensor, Tensor]:
+        """What this linear and another one give. Shapes: [T, I] -> [T, O], [T, P]."""
+        found = other(x)  # first: this one's weight comes meanwhile
+        return self(x), found
+
     def gated(self, x: Normed) -> Tensor:
         """silu(first half) * second half. Shapes: [T, I] -> [T, O / 2]."""
         return silu_mul(self(x))
@@ -134,6 +140,11 @@ class FusedLinear(AnyLinear):
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return self._biased(fused_linear(x, self.operand))
+
+    def beside(self, x: Normed, other: AnyLinear) -> tuple[Tensor, Tensor]:
+        if isinstance(other, FusedLinear | Linear) and self.bias is None and other.bias is None:
+            return linear_beside(x, self.operand, other.operand)
+        return AnyLinear.beside(self, x, other)
 
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)

@@ -374,5 +374,5 @@ class RecurrentLayer:
 
     def _recurred(self, x: Normed, attend: Attend) -> Tensor:
         """What the last linear reads. Shapes: [T, H] -> [R, n dv]."""
-        gates = None if self.gates is None else self.gates(x)  # first: the others' weights come meanwhile
-        return attend.recurred(self.inputs(x), gates)
+        projected, gates = (self.inputs(x), None) if self.gates is None else self.inputs.beside(x, self.gates)
+        return attend.recurred(projected, gates)

@@ -35,7 +35,7 @@
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
 //     EARLY       stages that are asked for before x       SCALE     type of scales: one of `ScaleType`
-//     BESIDE      1: a program of attention has room beside it
+//     ROOM        1: a program of attention has room       BESIDE    rows of another matrix, in bfloat16, or 0
 //     WIDE_NORM   1: the weight of the norm is float32
 //     GROUP       columns that share a scale; 0: a row
 //
@@ -61,6 +61,8 @@ struct Work {
     void* out;             // [T, size_n] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, size_n]
     float* sums;           // [size_n / 16, T]
+    const u16* beside;     // [BESIDE, K], another matrix, and
+    u16* beside_out;       // [T, BESIDE], what x gives with it
     int x_stride, residual_stride;
     int size_n;            // columns of the result
     int num_rows;          // T
@@ -216,6 +218,53 @@ __device__ __forceinline__ void turn_x(Operands& x, const Loaded& loaded, char* 
     }
 }
 
+// ---- another matrix of few rows, as it is: warps of their own; a program has a row of it, a warp rows of x ----
+
+constexpr int BESIDE_WARPS = BESIDE ? 4 : 0;
+constexpr int THREADS = 32 * (WARPS + BESIDE_WARPS);
+static_assert(BESIDE == 0 || CLUSTER == 1, "programs of a cluster meet in the end");
+
+__device__ __forceinline__ void add_pair(float& sum, u32 one, u32 other) {
+    float2 a = widen_bfloat16(one), b = widen_bfloat16(other);
+    sum = __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, sum));
+}
+
+__device__ __forceinline__ float added(float sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    return sum;
+}
+
+__device__ __forceinline__ float product_of(const u16* one, const u16* other) {
+    const uint4 *a = reinterpret_cast<const uint4*>(one), *b = reinterpret_cast<const uint4*>(other);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < K_TILES * 8; i += 32) {
+        uint4 left = a[i], right = b[i];
+        add_pair(sum, left.x, right.x);
+        add_pair(sum, left.y, right.y);
+        add_pair(sum, left.z, right.z);
+        add_pair(sum, left.w, right.w);
+    }
+    return added(sum);
+}
+
+__device__ __forceinline__ void multiply_beside(const Work& work) {
+    int warp = threadIdx.x / 32 - WARPS, lane = threadIdx.x % 32, row = blockIdx.x;
+    if (row < BESIDE && warp == 0) prefetch_lines(work.beside + row * K_TILES * 64, K_TILES * 128, lane, 32);
+    wait_for_kernels_before();
+    for (; row < BESIDE; row += gridDim.x) {
+        for (int m = warp; m < work.num_rows; m += BESIDE_WARPS) {
+            float y = product_of(work.beside + row * K_TILES * 64, work.x + m * work.x_stride), squares = 0.0f;
+            if (SCALED) {
+                for (int part = lane; part < work.num_squares; part += 32) squares += square_of(work, m, part);
+                y *= rsqrtf(added(squares) / (K_TILES * 64) + work.eps);
+            }
+            if (lane == 0) work.beside_out[m * BESIDE + row] = static_cast<u16>(round_bfloat16(y, y));
+        }
+    }
+}
+
 // ---- the whole ----
 
 __device__ __forceinline__ void set_up_all(Barriers& barriers) {
@@ -273,10 +322,10 @@ __device__ __forceinline__ void multiply_items(
 }
 
 // One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
-#if BESIDE
+#if ROOM
 #define REGISTERS __maxnreg__(80)
 #else
-#define REGISTERS __launch_bounds__(32 * WARPS, 1)
+#define REGISTERS __launch_bounds__(THREADS, 1)
 #endif
 
 extern "C" __global__ void REGISTERS __cluster_dims__(CLUSTER, 1, 1)
@@ -295,6 +344,12 @@ extern "C" __global__ void REGISTERS __cluster_dims__(CLUSTER, 1, 1)
     bool prefetches = warp == WARPS - 1 && copies.rank == 0;
     if (prefetches) prefetch_constants(work, items);
     meet_all();
+    if constexpr (BESIDE > 0) {
+        if (warp >= WARPS) {
+            multiply_beside(work);
+            return;
+        }
+    }
     wait_for_kernels_before();
     if (prefetches) prefetch_residual(work, items);
     Squares squares;
