@@ -156,7 +156,8 @@ def _is_as_before(executor: Executor, geometry: Geometry, kept: StepCosts) -> bo
 def what_they_depend_on(settings: Settings, geometry: Geometry) -> object:
     """All that the time of a step may depend on, and some settings beside. Paths are not in it: contents are."""
     model, files, cache = settings.model, settings.model.files, settings.cache
-    spec = msgspec.structs.replace(settings.spec, draft_path=None, token_map=None)
+    table = (1.0,) * len(settings.spec.simulated_accept_lens)  # its size counts, not its numbers
+    spec = msgspec.structs.replace(settings.spec, draft_path=None, token_map=None, simulated_accept_lens=table)
     of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
     formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
     sizes = model.max_len, cache.page_size, settings.num_threads, settings.ranks

@@ -93,6 +93,14 @@ def test_other_settings_are_measured_themselves(other: Settings, measured: list[
     assert measured == ALL * 2
 
 
+def test_other_synthetic_acceptances_are_not_measured_themselves_but_another_number_of_them_is(
+    measured: list[str],
+) -> None:
+    for means in ((2.5,), (1.3,), (3.5, 1.3), (2.5, 1.0), ()):
+        start_costs(replace(settings(), spec=replace(settings().spec, simulated_accept_lens=means)), EXECUTOR, GEOMETRY)
+    assert measured == ALL * 3
+
+
 def test_other_steps_of_features_are_measured_themselves(measured: list[str]) -> None:
     placed = dataclasses.replace(GEOMETRY, placed_slots=2, placed_batches=(1, 2))
     for geometry in (GEOMETRY, placed, dataclasses.replace(placed, placed_batches=(2,)), placed):
