@@ -415,6 +415,17 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         "Grok1ForCausalLM is a mixture of experts (num_local_experts 8), which is not supported yet; the nearest one is"
         " Glm4MoeForCausalLM; of that one n_routed_experts must be a positive integer, it is missing",
     ),
+    "Nemotron-H": (
+        {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*", "mlp_hidden_act": "relu2"},
+        "the nearest one is Qwen2ForCausalLM, which does not read hybrid_override_pattern 'M-M*', mlp_hidden_act"
+        " 'relu2'",
+    ),
+    "Nemotron-H with experts": (
+        {"architectures": ["NemotronHForCausalLM"], "n_routed_experts": 128, "hybrid_override_pattern": "MEM*E"},
+        "NemotronHForCausalLM is a mixture of experts (n_routed_experts 128), which is not supported yet; the nearest"
+        " one is Gemma4ForCausalLM, which does not read rope_theta 10000.0, n_routed_experts 128,"
+        " hybrid_override_pattern 'MEM*E'",
+    ),
     "capped logits": (
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "the nearest one is Gemma3ForCausalLM; of that one attn_logit_softcapping 50.0 is not supported,"
@@ -438,6 +449,7 @@ def test_an_unknown_architecture_names_the_nearest(case: str, tmp_path: Path) ->
     assert sentence == said_at_start(config_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_default_model() -> None:
     report = check(EngineConfig(device="cpu"), NO_GPU)
     assert report.will_run and report.model is not None and report.text is not None
