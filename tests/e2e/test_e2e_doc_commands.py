@@ -128,7 +128,7 @@ def config_of(command: Command, checkpoints: dict[str, str]) -> EngineConfig:
     return engine_config(cli._parser(words).parse_args(words))
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @every_command
 def test_it_starts_on_a_cpu_or_says_what_to_do_instead(name: str, checkpoints: dict[str, str]) -> None:
     command = COMMANDS[name]

@@ -104,7 +104,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path)
     assert drafted.tokens == plain.tokens and len(drafted.runs) < len(plain.runs)
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_guesses_of_layers_are_judged_by_rejection(layout: str, tmp_path: Path) -> None:
     """Greedy requests get plain decoding's tokens; sampled ones some, of which guesses stand."""

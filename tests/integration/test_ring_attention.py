@@ -30,8 +30,8 @@ def answer(config: RingConfig, codec: TextCodec, temperature: float) -> tuple[li
     return asyncio.run(ask())
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(30)
+@pytest.mark.full_but_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TINY_METHODS)
 def test_a_draft_that_sees_two_keys_changes_no_token(method: str, codec: TextCodec) -> None:
     config = RingConfig(method=method)

@@ -23,6 +23,7 @@ from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED
 from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams
+from overlap_spec.runtime import source
 from overlap_spec.worker.executor import Executor
 
 ALL = AuditSettings(1.0)
@@ -32,7 +33,14 @@ WRONG_EVERY = {"a rejected guess accepted": 800, "a stale KV row": 400, "a windo
 OWN_LAYER = "NEXTN in DeepSeek's layout"
 MIXTURES = [("glm 4.5", OWN_LAYER), ("qwen3 moe", "EAGLE3"), ("deepseek v3", OWN_LAYER)]
 FORBIDDEN = 3  # a token that no grammar of letters allows
+THIS_CODE = source.Source("c0ffee", {}, {})
 every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
+
+
+@pytest.fixture(autouse=True)
+def _code_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second, which is more than most of these tests do."""
+    monkeypatch.setattr(source, "describe_source", lambda: THIS_CODE)
 
 
 def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) -> None:
@@ -227,6 +235,7 @@ def test_a_fault_is_written_with_all_that_reproduces_it(codec: TextCodec, tmp_pa
     file = tmp_path / "audit" / "faults.jsonl"
     asyncio.run(serve_a_wrong_token(codec, AuditSettings(1.0, "log", str(file)), 1))
     record = msgspec.json.decode(file.read_bytes().splitlines()[0])
+    assert record["engine"]["commit"] == THIS_CODE.commit
     assert record["prompt_ids"] == [7, 8, 9] and len(record["output_ids"]) == 30
     assert sum(record["step_tokens"]) == 30 and len(record["step_ids"]) == len(record["step_tokens"])
     fault = record["faults"][0]

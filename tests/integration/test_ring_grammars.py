@@ -211,7 +211,7 @@ def steps_of(config: RingConfig, codec: TextCodec, request: SamplingParams) -> t
     return asyncio.run(serve())
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_what_must_follow_drafts_itself(codec: TextCodec, method: str, topk: int) -> None:
     """With keys and punctuation proposed, the same tokens take far fewer steps."""

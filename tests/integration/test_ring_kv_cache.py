@@ -42,6 +42,7 @@ def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: st
     assert 0 < num_steps < sum(map(len, tokens)) - len(tokens), "some guess was right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk_tokens", [7, pytest.param(4, marks=pytest.mark.full), pytest.param(64, marks=pytest.mark.full)]
 )

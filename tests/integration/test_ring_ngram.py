@@ -27,8 +27,8 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.choice(range(40, 60)) for _ in range(length)]
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LIMITS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -105,6 +105,7 @@ def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, dept
     assert widths[8] >= 3, widths
 
 
+@pytest.mark.slow
 def test_a_flush_reaches_the_log(codec: TextCodec) -> None:
     config = replace(BASE, method="NGRAM")
 

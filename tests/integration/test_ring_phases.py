@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from support.fake_engine_client import INFO, healthy
 from support.ring import RingConfig, running, tiny_loaded
 from support.ring_server import RingClient
@@ -46,6 +47,7 @@ def test_only_a_traced_request_tells_its_phases_and_only_at_its_end(codec: TextC
     assert ended.started - ended.admitted > began.started - began.admitted, "it waited for a slot"
 
 
+@pytest.mark.slow
 def test_the_phases_are_spans_below_the_requests(codec: TextCodec) -> None:
     from support.collector import http_collector, values_of
 

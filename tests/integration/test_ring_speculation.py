@@ -88,7 +88,7 @@ def test_steps_are_no_wider_than_the_limits_of_a_batch_need(plain: list[list[int
     assert answer.token_ids == plain[0] and set(widths) == {2}
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_limits_hold_for_what_a_grammar_forces(method: str, topk: int, codec: TextCodec) -> None:
     """A grammar's forced tokens are guesses too."""

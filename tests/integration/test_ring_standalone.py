@@ -33,7 +33,7 @@ def answers(config: RingConfig, codec: TextCodec, sampling: SamplingParams = GRE
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_cached_pages_hold_the_drafts_kv_too(codec: TextCodec, depth: int, page_size: int) -> None:

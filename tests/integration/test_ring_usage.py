@@ -41,7 +41,8 @@ async def ask(ring: Ring, prompt: TextPrompt | ChatPrompt, sampling: SamplingPar
     return answer
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_prompts_and_answers_are_as_long_as_the_tokenizer_says(

@@ -119,7 +119,7 @@ def started(
 
 
 @pytest.mark.full_but_every(6)
-@pytest.mark.slow_but_every(18)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -> None:
@@ -128,7 +128,7 @@ def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -
 
 
 @pytest.mark.full_but_every(6)
-@pytest.mark.slow_but_every(18)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_window", [1, 2, 6])
 @pytest.mark.parametrize("method", DRAFTED)
 def test_it_is_also_where_the_draft_sees_few_keys(method: str, draft_window: int) -> None:
@@ -210,8 +210,8 @@ def test_what_filters_drop_is_no_guess() -> None:
             assert len(kept) == 2 + 4 + 8, "two for each of the nodes that were run"
 
 
-@pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(10)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str) -> None:

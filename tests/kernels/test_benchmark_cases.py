@@ -45,6 +45,7 @@ def test_cases_run_and_pass_their_checks(cases: list[StepCase]) -> None:
         case.check()  # a call that has written leaves its inputs as they have to be
 
 
+@pytest.mark.slow
 def test_latent_attention_of_every_format() -> None:
     works = (Work(2, 40), Work(1, 70, 4, "fp8_e4m3"))
     for case, keys in zip(latent_cases("DeepSeek-V2-Lite", works, PLACE), (80, 70), strict=True):

@@ -69,11 +69,13 @@ def test_shapes(gpu: Hopper, case: Case, num_splits: int) -> None:
     assert gpu.launches[0].grid == (case.heads.num_kv_heads * splits, len(LENGTHS), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 64), HeadShape(4, 1, 128)])
 def test_more_splits_than_are_combined_at_once(gpu: Hopper, heads: HeadShape) -> None:
     check(gpu, decode_inputs(heads, 4, [1300, 129], 16, BFLOAT), num_splits=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "num_splits"), [(16, 1), (64, 3), (1, 2)])
 def test_many_blocks_of_a_split(gpu: Hopper, page_size: int, num_splits: int) -> None:
     """More than are loading at once, and than have their pages read ahead."""
@@ -101,8 +103,8 @@ def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
     check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
 
 
-@pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize(
     ("lengths", "num_splits"),
@@ -173,7 +175,7 @@ def test_shares_by_length(gpu: Hopper, case: Case, lengths: list[int], programs:
     assert not scratch.counters.any()
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [11, 5])
 def test_shares_by_length_over_8_bits(gpu: Hopper, programs: int) -> None:
     inputs = decode_inputs(CASES[3].heads, 4, UNEVEN, 16, BFLOAT, spare_pages=100)

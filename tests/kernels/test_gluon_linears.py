@@ -97,7 +97,7 @@ def assert_last(gpu: Hopper, name: str, told: dict[str, Any]) -> None:
     assert {key: launch.constants[key] for key in told} == told
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("name", CASES)
 def test_scaled_and_gated(gpu: Hopper, name: str) -> None:
     """Rows on their way into a norm, whose sums of squares come in 40 parts."""
@@ -116,7 +116,7 @@ def test_scaled_and_gated(gpu: Hopper, name: str) -> None:
     assert_last(gpu, name, case.gated)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("name", CASES)
 def test_addition(gpu: Hopper, name: str) -> None:
     """The residual is a view; a second call finds the counters of split tiles as the first did."""
@@ -131,7 +131,7 @@ def test_addition(gpu: Hopper, name: str) -> None:
         assert_close(stream.normalised(), normalised(stream.values, norm), case.dtype)
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("name", CASES)
 def test_argmax(gpu: Hopper, name: str) -> None:
     """Equal logits among the largest: the first wins, in a block and between programs."""

@@ -104,8 +104,11 @@ def block_of(element: tl.core.dtype, shape: tuple[int, ...]) -> tl.block_type:
 
 def init_value(self: tl.tensor, handle: Any, type: tl.core.dtype) -> None:
     """A value of a type, whose shape it shares."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.of_values if type.is_block() else (NO_SHAPE, ONE)
+    self.handle, self.type = handle, type
+    if type.__class__ is tl.block_type:
+        self.dtype, (self.shape, self.numel) = type.element_ty, type.of_values
+    else:
+        self.dtype, self.shape, self.numel = type.scalar, NO_SHAPE, ONE
 
 
 def init_handle(self: Any, data: "np.ndarray[Any, Any]", dtype: tl.core.dtype, attr: Any = None) -> None:

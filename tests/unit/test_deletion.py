@@ -78,6 +78,7 @@ def test_imports_of_what_is_gone_are_found(line: str, is_import: bool, tmp_path:
     assert bool(imports_of(["features/ngram", "features/grammar"], tmp_path / "overlap_spec")) == is_import
 
 
+@pytest.mark.slow
 def test_the_engine_itself_imports_no_entry_point() -> None:
     assert imports_of([name for name in folders() if name.startswith("entrypoints/")], PACKAGE) == []
 
@@ -164,6 +165,7 @@ def features_of(module: Path) -> set[str]:
 ABOUT_FEATURES = {"test_launches.py", "test_scheduler_width_cells.py"}  # they name those by what they play
 
 
+@pytest.mark.slow
 def test_no_test_of_the_engine_needs_a_feature_that_it_does_not_name() -> None:
     """It could not be imported without that feature, and would count as one of its tests."""
     places = [ROOT / place for place in TESTS]

@@ -38,6 +38,7 @@ def definitions(text: str) -> frozenset[str]:
     return frozenset(text.split(BETWEEN))
 
 
+@pytest.mark.slow
 def test_every_fault_applies_and_leaves_a_module_that_can_be_read() -> None:
     broken = []
     for fault in faults():

@@ -16,14 +16,14 @@ def modules_after(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "unneeded"),
     [
         ("overlap_spec.worker.entry", SLOW),  # the GPU is opened while these are imported
-        pytest.param(
+        (
             "overlap_spec.worker.worker_actor",
             ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy"),
-            marks=pytest.mark.slow,  # it imports torch
         ),
         ("overlap_spec.entrypoints.cli.chat", ("overlap_spec.engine",)),
         ("overlap_spec.entrypoints.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),
@@ -34,6 +34,7 @@ def test_a_process_imports_nothing_slow_that_it_does_not_need(modules: str, unne
     assert not modules_after(f"import {modules}") & set(unneeded)
 
 
+@pytest.mark.slow
 def test_a_chat_says_what_it_does_before_it_imports_an_engine(tmp_path: Path) -> None:
     program = (
         f"folder = {str(tmp_path)!r}"

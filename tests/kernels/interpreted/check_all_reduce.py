@@ -154,7 +154,7 @@ def run_rank(rank: int, ranks: int, buffers: list[Tensor], dtype: torch.dtype, f
 @pytest.mark.parametrize("ranks, dtype", [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
 def test_processes_wait_for_each_other(ranks: int, dtype: torch.dtype) -> None:
     """The flags alone put them in step: their operands, their sums and their epochs."""
-    launches = 12
+    launches = 8
     buffers = buffers_of(ranks, CAPACITY, shared=True)
     found = torch.zeros(ranks, launches, dtype=torch.bool).share_memory_()
     context = multiprocessing.get_context("fork")

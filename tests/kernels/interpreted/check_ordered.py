@@ -148,7 +148,7 @@ def test_a_row_of_attention_has_one_class_of_bits(
     window: int | None, sinks: torch.Tensor | None, head_dim: int
 ) -> None:
     """The rows of a prompt's end, one after another, in windows, in chunks, in parts and at once."""
-    heads, begin, count = HeadShape(2, 1, head_dim), 250, 9
+    heads, begin, count = HeadShape(2, 1, head_dim), 253, 6
     whole = attention_inputs(heads, [(begin, count)], 16, torch.float32)
     found: list[torch.Tensor] = []
     with dots_in_order():

@@ -42,6 +42,7 @@ def bench_of(name: str) -> hybrids.HybridBench:
     return bench
 
 
+@pytest.mark.slow
 def test_floors_of_a_step() -> None:
     """Weights, and what grows with requests and tokens: states, read and written, and keys."""
     nine, read = bench_of("qwen3.5-9b"), hybrids.CEILING.bytes_per_s

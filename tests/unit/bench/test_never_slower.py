@@ -339,10 +339,11 @@ def test_a_draft_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: 
         return "draft: 1,024 steps"
 
     monkeypatch.setattr(drafters, "called", train)
+    monkeypatch.setattr(drafters, "describe_run", lambda *_: {"commit": "c0ffee"})  # it would hash all code
     (tmp_path / "prompts.jsonl").write_text("{}")
     given = argparse.Namespace(train="8m", prompts=str(tmp_path / "prompts.jsonl"))
     first = trained("DFLASH", tmp_path, given, ["--model-path", "smollm2"])
-    assert first is not None and first["training_steps"] == 1024
+    assert first is not None and first["training_steps"] == 1024 and first["trained_at"] == "c0ffee"
     assert trained("DFLASH", tmp_path, given, []) == first and len(called) == 1
     assert called[0][-4:] == ("--time-limit", "8m", "--model-path", "smollm2")
     given.train = "9m"

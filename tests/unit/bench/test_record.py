@@ -165,6 +165,7 @@ def test_what_was_cut_off_is_no_record_and_goes_on(tree: Tree) -> None:
     assert json.loads(next(tree.results.rglob("b.json")).read_text()) == {"rows": ["b"]}, "begun anew"
 
 
+@pytest.mark.slow
 def test_a_command_that_resumes_keeps_its_report_with_the_same_source_only(tree: Tree) -> None:
     def told_to_fail(count: int) -> Part:
         return replace(ONE, commands=(command("a", whole=lambda report: len(report["rows"]) >= count, resumes=True),))
@@ -239,6 +240,7 @@ def test_what_is_refused_before_anything_runs(tree: Tree) -> None:
     assert tree.calls() == [] and not tree.results.exists()
 
 
+@pytest.mark.slow
 def test_too_little_time_is_told_before_anything_runs(tree: Tree) -> None:
     long = replace(TWO, commands=(command("c", seconds=400),))
     status, text = tree.record("--limit-s", "100", table=(ONE, long))

@@ -143,8 +143,8 @@ def test_texts_of_markers_and_fragments(seed: int) -> None:
     assert whole[1].endswith("the end")
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [CHANNEL * 4000, START + "x" * 40_000, OPENING + " " * 40_000, (OPENING + END) * 1500, (CHANNEL + "x" * 500) * 80],

@@ -77,7 +77,7 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
 def test_an_answer_cut_anywhere_has_no_call_that_is_not_complete(
     name: str, text: str, content: str, calls: Calls
@@ -362,7 +362,7 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(9)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -135,6 +135,7 @@ def test_answers_that_are_not_read_yet_and_streams_are_no_silence() -> None:
     with_server(story, SHORT)
 
 
+@pytest.mark.slow
 def test_silent_connections_keep_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
     async def story(server: HttpServer) -> None:
         silent = [await connect(server) for _ in range(1100)]

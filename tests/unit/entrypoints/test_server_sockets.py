@@ -224,6 +224,7 @@ def test_a_client_that_does_not_read_delays_nobody_and_can_leave() -> None:
     asyncio.run(inner())
 
 
+@pytest.mark.slow
 def test_a_body_of_ten_megabytes_is_refused_and_the_server_goes_on() -> None:
     async def inner() -> None:
         async with (

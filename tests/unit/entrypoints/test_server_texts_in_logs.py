@@ -27,7 +27,7 @@ VALUES = (
 )
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", BODIES)
 def test_no_reason_of_a_refusal_quotes_the_request(
     path: str, every: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

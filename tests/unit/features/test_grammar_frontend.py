@@ -85,6 +85,7 @@ def test_without_end_token_nothing_is_started() -> None:
     assert "no end token" in answered(checks, GOOD) and checks._isolated.pid is None
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     tokenizer = json.loads((SMOLLM2 / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {"type": "BPE", "vocab": {}}}))
@@ -127,7 +128,7 @@ def test_the_worker_is_told_what_takes_long(process: GrammarChecks) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "text", "output"),
     [

@@ -160,7 +160,8 @@ def test_one_request_is_guessed_as_the_reference_does(limits: Limits, vocabulary
         requests.proposer.forget()
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @every_variant
 def test_what_others_said_is_guessed_too(limits: Limits) -> None:
     """One request after the other, in three slots: the log holds them all, the latest last."""
@@ -227,7 +228,7 @@ def test_a_log_that_is_full_forgets_the_oldest() -> None:
     assert requests.propose(1)[0][0] == texts[-1][60:71]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [PAGE, 2 * PAGE, 3 * PAGE])
 def test_a_log_smaller_than_what_is_said_at_once_gives_own_guesses_still(capacity: int) -> None:
     rng = random.Random(3)
@@ -282,6 +283,7 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
     assert requests.windows.levels.tolist()[:2] == [-1, 0], "it is told once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [20, 225, 240, 250])
 def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
     """The log is the same, inside a page and across two."""

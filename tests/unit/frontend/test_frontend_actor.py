@@ -131,6 +131,7 @@ async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
     return message
 
 
+@pytest.mark.slow
 def test_a_process_gets_ready_serves_drains_and_stops() -> None:
     async def run() -> None:
         async with started() as frontend:
@@ -204,6 +205,7 @@ def test_requests_of_one_call_reach_the_scheduler_as_one_packet() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_read_fails_with_its_path() -> None:
     async def run() -> None:
         files = msgspec.structs.replace(SETTINGS.model.files, tokenizer_dir="/nowhere")

@@ -152,6 +152,7 @@ def test_text_that_is_not_searched_is_what_conditions_look_back_at() -> None:
     assert feed_all(search, ["END"]) == (["END", ""], None)
 
 
+@pytest.mark.slow
 def test_an_automaton_that_forgets_finds_the_same_and_keeps_little() -> None:
     pattern = "[ab]{1,240}a[ab]{1,240}c"
     text = "".join("ab"[(index * index // 7 + index // 3) % 2] for index in range(600)) + "c"

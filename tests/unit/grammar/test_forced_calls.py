@@ -84,7 +84,7 @@ def calls_in(known: CallFormat, text: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow_but_every(16)
 @every_format
 def test_all_that_is_allowed_is_read_as_calls(known: CallFormat, compiler: GrammarCompiler) -> None:
     rng = random.Random(known.name)

@@ -148,6 +148,7 @@ def test_what_cannot_be_read_is_named(
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == [], "nothing half written stays"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_beside_the_file_or_a_given_one_comes_first(
     trained: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

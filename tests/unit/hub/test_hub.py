@@ -283,6 +283,7 @@ def test_a_wheel_with_other_weights_is_refused_and_not_kept(
     assert list((tmp_path / "cache" / "smollm2").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_a_network_the_error_says_what_to_put_where(small_wheel: Path, tmp_path: Path) -> None:
     small_wheel.unlink()
     with pytest.raises(CheckpointError) as caught:

@@ -51,7 +51,7 @@ def sent(plan: StepPlan) -> StepPlan:
     return with_own_lists(found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PARTS, st.booleans(), st.sampled_from([(), (Replayed([1], [2], [3], 4),)]))
 def test_a_plan_is_the_same_at_the_other_end(
     parts: list[SlotPart], drafts: bool, extensions: tuple[Replayed, ...]
@@ -62,7 +62,7 @@ def test_a_plan_is_the_same_at_the_other_end(
     assert found.rows == [part.slot for part in parts]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PARTS, st.booleans())
 def test_the_parts_of_a_plan_are_plans_of_windows_and_of_prompts(parts: list[SlotPart], drafts: bool) -> None:
     parts = [replace(part, reset=part.reset if part.tokens else None) for part in parts]

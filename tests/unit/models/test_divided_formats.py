@@ -91,7 +91,7 @@ def refusal_of(files: ModelFiles, ranks: int = 2) -> str:
     return str(refused.value)
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in FLOAT8])
 def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     assert "tp_size 2: " in (said := refusal_of(files_of(tmp_path, checkpoint_in(kind))))

@@ -212,7 +212,7 @@ def of_a_gpu(checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, dtype:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [36, 10])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(

@@ -111,7 +111,7 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

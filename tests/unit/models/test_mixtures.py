@@ -281,7 +281,7 @@ IN_RUNS["qwen3 next"] = WIDE | {"shared_expert_intermediate_size": 128, "linear_
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(15)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dequantised"])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("family", IN_RUNS)
@@ -331,6 +331,7 @@ def test_a_shared_expert_in_16_bits_stays_apart(tmp_path: Path, on_gpu: None, mo
     torch.testing.assert_close(logits_of(target, torch.float64), expected, atol=1e-7, rtol=0)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("kind", [None, *FORMATS])
 def test_it_is_outlined_as_a_gpu_loads_it(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tiny_target(3, **TINY_FAMILIES["mixtral"] | IN_RUNS["mixtral"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 from support.fake_settings import fake_settings
 
@@ -74,6 +75,7 @@ def test_an_unforeseen_error_is_reported_logged_and_fatal(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_error_raised_on_purpose_needs_no_trace_in_the_log(tmp_path: Path) -> None:
     async def scenario() -> None:
         child = Child(tmp_path, "support.actors.failing")

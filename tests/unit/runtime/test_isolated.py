@@ -90,6 +90,7 @@ def test_a_job_answers_and_its_memory_is_its_own(run: Callable[..., None]) -> No
     run(story)
 
 
+@pytest.mark.slow
 def test_jobs_run_beside_each_other(run: Callable[..., None]) -> None:
     async def story(isolated: Isolated) -> None:
         spinning = asyncio.create_task(isolated.run(b"spin", 60))
@@ -171,6 +172,7 @@ def test_closing_ends_all_processes(run: Callable[..., None]) -> None:
     run(story)
 
 
+@pytest.mark.slow
 def test_work_that_cannot_be_loaded_is_an_error() -> None:
     async def story() -> None:
         isolated = Isolated(f"{__name__}:no_such_factory", most_bytes=MIB)

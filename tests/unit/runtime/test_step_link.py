@@ -99,7 +99,7 @@ def open_files() -> list[str]:
     return [link for link in links if "memfd" in link]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("spin_s", SPINS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_reader_meets_every_message_of_both_ways(tmp_path: Path, loop: str, spin_s: float) -> None:
@@ -398,7 +398,7 @@ def test_what_is_sent_at_once_is_read_at_once(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("num_bytes", [100, 10_000, 40_000])
 def test_what_there_is_no_room_for_waits_in_order(tmp_path: Path, num_bytes: int) -> None:
     async def story() -> None:

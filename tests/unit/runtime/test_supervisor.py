@@ -58,6 +58,7 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, worker="support.actors.failing") as supervisor:
@@ -162,6 +163,7 @@ def test_the_frontend_is_started_again_alone(tmp_path: Path, number: int, caplog
     assert "the frontend is started again (1 of 5 times in 10 minutes)" in caplog.text
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("drains_first", [True, False])
 @pytest.mark.parametrize("role", ["frontend", "scheduler"])
 def test_a_drain_outlives_processes(tmp_path: Path, role: str, drains_first: bool) -> None:

@@ -79,6 +79,7 @@ def test_the_simulation_is_like_the_device(num_tokens: int, first: float, by_its
     assert alone(engine(MIXING, mixed=True), num_tokens) == pytest.approx(by_itself, rel=0.12)
 
 
+@pytest.mark.slow
 def test_random_arrivals_are_like_those_of_the_device() -> None:
     first = [stream.first_token_s for stream in poisson(engine(MIXING, mixed=True), 20.0, rate=15.6)]
     assert statistics.median(first) == pytest.approx(0.063, rel=0.2)

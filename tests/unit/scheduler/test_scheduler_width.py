@@ -69,7 +69,7 @@ def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_never_much_worse_than_plain_decoding(batch_size: int, seed: int) -> None:

@@ -55,7 +55,7 @@ CELLS = {
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_it_comes_as_near_to_the_best_width_with_few_changes(name: str) -> None:
     cell = CELLS[name]

@@ -29,7 +29,8 @@ def test_the_trees_are_what_they_are_said_to_be(tree: Tree) -> None:
     assert ranked[0][0] == BEST[tree] and ranked[0][1] > 1.08 * ranked[1][1], ranked
 
 
-@pytest.mark.slow_but_every(10)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize("tree", BEST)
@@ -40,8 +41,8 @@ def test_it_converges_to_the_best_width(tree: Tree, batch_size: int, depth: int)
     assert widths.count(BEST[tree]) > 0.93 * len(widths), "the rest are trials"
 
 
-@pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize(("before", "after"), [(RICH, POOR), (RICH, WRONG), (POOR, RICH), (WRONG, RICH)])
 def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: int) -> None:
@@ -63,8 +64,8 @@ def test_trials_cost_little(batch_size: int) -> None:
     assert engine.plain_ratio() >= 0.98
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_nearly_as_fast_as_the_best_width_for_any_tree(seed: int) -> None:
     """Trees that are best first, as drafts make them."""

@@ -31,6 +31,7 @@ class Long(Engine):
         return [cost + self.more for cost in super().costs()]
 
 
+@pytest.mark.slow
 def test_wider_steps_pay_once_contexts_are_long() -> None:
     engine = Long(COSTS, Chain((0.3, 0.0, 0.0)), batch_size=128)
     assert engine.run(200)[-100:].count(1) > 95, "the rest are trials"
@@ -143,6 +144,7 @@ class HostBound(Engine):
         return [max(cost, self.host_s) for cost in super().costs()]
 
 
+@pytest.mark.slow
 def test_steps_are_wide_where_the_device_waits_for_the_host() -> None:
     engine = HostBound(COSTS, Chain((0.3, 0.1, 0.1)), batch_size=128)
     assert engine.run(200)[-100:].count(1) > 95, "the rest are trials"

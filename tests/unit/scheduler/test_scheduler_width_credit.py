@@ -68,8 +68,8 @@ def test_a_text_without_matches_is_decoded_as_fast_as_without_lookups(text: str,
     assert always.speed(text, 1000) < 0.98, "and would be slower with them"
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [1, 8])
 @pytest.mark.parametrize("before", ["nothing is found", "what is found is wrong", "chat"])
 def test_copies_are_found_at_once_whatever_came_before(before: str, num_slots: int) -> None:

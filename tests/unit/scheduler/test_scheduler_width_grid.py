@@ -66,7 +66,7 @@ def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mean", MEANS)
 def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_width(mean: float, seed: int) -> None:
@@ -77,7 +77,8 @@ def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_w
     assert statistics.geometric_mean(cell.of_best for (_, num), cell in found.items() if num == 256) > 0.98
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("num_tokens", [64, 256])
 def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int, num_tokens: int) -> None:

@@ -68,7 +68,7 @@ def test_a_cold_engine_is_not_slower_than_plain_decoding(mean: float, num_tokens
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 def test_it_does_not_learn_to_be_slower(guesses: Guesses) -> None:
     engine = Served(COSTS, guesses)
@@ -95,8 +95,8 @@ def cells(rng: random.Random) -> Iterator[tuple[int, int]]:
     return iter(drawn)
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 @pytest.mark.parametrize("seed", range(3))
 def test_costs_that_are_not_what_was_measured(seed: int, guesses: Guesses) -> None:
@@ -111,6 +111,7 @@ def test_costs_that_are_not_what_was_measured(seed: int, guesses: Guesses) -> No
     assert slower <= 2, "a trial, in a short answer of many requests"
 
 
+@pytest.mark.slow
 def test_a_width_that_is_slower_than_measured_is_left_for_good() -> None:
     """A step of width 2 takes a half longer, whose excess must not be held against plain steps."""
     engine = Served(COSTS, Synthetic(1.3))
@@ -120,7 +121,7 @@ def test_a_width_that_is_slower_than_measured_is_left_for_good() -> None:
     assert engine.run(1000).count(1) > 980
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 32, 256])
 def test_trials_cost_a_hundredth_of_the_time(batch_size: int) -> None:
     engine = Served(COSTS, Chain((0.0,) * 7))

@@ -196,7 +196,7 @@ def test_each_filter_is_the_strictest_in_a_quarter_of_the_samples(way: str) -> N
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow_but_every(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [50_000, pytest.param(2_000_000, marks=FULL)])
@@ -309,6 +309,7 @@ def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
     assert sum(found) >= 0.99 * num_seeds
 
 
+@pytest.mark.slow
 def test_thresholds_below_one_let_more_guesses_stand() -> None:
     """And change the distribution, which is why they are called lossy."""
     tables = Tables.drawn(5)

@@ -112,7 +112,8 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 }
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [60_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:

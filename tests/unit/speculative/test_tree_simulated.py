@@ -29,7 +29,7 @@ def judge(mean: float, batch: SlotBatch) -> Verdict:
     )
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("mean", [1.0, 2.5, 3.9, 5.0])
 def test_the_mean_is_the_one_asked_for(make_batch, mean: float) -> None:
     """16 requests of 200 steps, each from where the step before left it, as decoding walks."""

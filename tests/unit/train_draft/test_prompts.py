@@ -73,6 +73,7 @@ def test_what_benchmarks_ask_is_left_out(tmp_path: Path) -> None:
     assert found.num_left_out == 1 and {number for number, _ in found.lines} == {1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [SHIPPED, OTHERS], ids=["shipped", "shared"])
 def test_no_prompt_to_train_with_is_one_of_a_benchmark(path: Path) -> None:
     """Nor is one but for capitals and spaces; of those that do not come along, four are, and are left out."""

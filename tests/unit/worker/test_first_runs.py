@@ -144,7 +144,7 @@ def test_windows_alone_are_captured_without_a_run(runs: list[tuple[int, int, boo
     assert not runs and recorder.counts["layers"] == 6
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("since", [1, 2])
 @pytest.mark.parametrize(("part", "kinds"), [("layers", 0), ("judge", 1), ("draft", 1)])
 def test_what_a_capture_may_not_make_is_made_by_a_run(

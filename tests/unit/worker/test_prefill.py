@@ -39,6 +39,7 @@ def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams, 
     assert all(tokens for step in expected[1:] for tokens in step)
 
 
+@pytest.mark.slow
 def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
     """As it is captured: `--context-length` may be below the rows of a step with many requests."""
     models = tiny_loaded(1, 3, method="EAGLE3")

@@ -69,6 +69,7 @@ def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
 
 
+@pytest.mark.slow
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
     graphs = captured(executor_of("NGRAM"))
     assert graphs.decode == {"layers": 6, "judge": 6 * KINDS, "draft": 6}

@@ -9,6 +9,7 @@ from support.tiny.models import CPU, load_tiny_draft, load_tiny_target, tiny_eag
 
 from overlap_spec.features.ngram.worker import FusedDraft
 from overlap_spec.messages import Guessing
+from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.models.interfaces import DraftProfile
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft
@@ -19,6 +20,7 @@ from overlap_spec.worker.startup.start_costs import measure_ceiling, roofline
 HIDDEN, INNER, DIM, HEADS, KV_HEADS, VOCAB = 32, 64, 16, 4, 2, 131
 LAYER = HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * INNER
 NORMS = 2 * HIDDEN
+CEILING = Ceiling(1e9, 1e9)  # to measure a device takes longer than all else here
 
 
 def loaded(tied: bool, draft: bool = False) -> LoadedModels:
@@ -33,7 +35,7 @@ def loaded(tied: bool, draft: bool = False) -> LoadedModels:
 def test_the_embedding_counts_only_as_a_head() -> None:
     want = 8 * (2 * (LAYER + NORMS) + HIDDEN + VOCAB * HIDDEN)
     for tied in (False, True):
-        shape = roofline(loaded(tied), torch.float64, CPU).target
+        shape = roofline(loaded(tied), torch.float64, CPU, CEILING).target
         assert shape.weight_bytes == want
         assert shape.head_flop == 2 * VOCAB * HIDDEN
         assert shape.row_flop == 2 * (2 * (LAYER + NORMS) + HIDDEN)  # norms are small enough to count as maps
@@ -42,13 +44,13 @@ def test_the_embedding_counts_only_as_a_head() -> None:
 
 
 def test_plain_decoding_drafts_nothing() -> None:
-    found = roofline(loaded(tied=False), torch.float64, CPU)
+    found = roofline(loaded(tied=False), torch.float64, CPU, CEILING)
     assert found.draft == found.extend
     assert found.draft.weight_bytes == found.draft.row_flop == found.draft.kv_bytes == 0
 
 
 def test_only_the_extend_fuses() -> None:
-    found = roofline(loaded(tied=False, draft=True), torch.float64, CPU)
+    found = roofline(loaded(tied=False, draft=True), torch.float64, CPU, CEILING)
     fused = 2 * HIDDEN * HIDDEN  # two aux hidden states
     assert found.extend.weight_bytes - found.draft.weight_bytes == 8 * fused
     assert found.extend.row_flop - found.draft.row_flop == 2 * fused
@@ -68,7 +70,7 @@ def test_only_the_extend_fuses() -> None:
 )
 def test_how_a_draft_guesses_is_told(method: str, guessing: Guessing) -> None:
     models = tiny_loaded(1, 3, method=method)
-    found = roofline(models, torch.float64, CPU)
+    found = roofline(models, torch.float64, CPU, CEILING)
     assert found.guessing is guessing
     assert found.draft_rows == (models.proposer.profile.block.num_rows if guessing is Guessing.BLOCK else 1)
 
@@ -76,7 +78,7 @@ def test_how_a_draft_guesses_is_told(method: str, guessing: Guessing) -> None:
 def test_a_branch_of_n_grams_takes_no_draft_step() -> None:
     models = tiny_loaded(1, 3)
     fused = replace(models, proposer=FusedDraft(models.proposer, 3, 7))
-    found = roofline(fused, torch.float64, CPU)
+    found = roofline(fused, torch.float64, CPU, CEILING)
     assert (found.longest, found.most_guesses) == (8, 3)
     tree = fused.proposer.profile.tree
     assert tree is not None and (tree.branch, tree.branch_flag) == (7, "--speculative-fuse-ngram")
@@ -85,8 +87,8 @@ def test_a_branch_of_n_grams_takes_no_draft_step() -> None:
 def test_the_states_of_a_hybrid_are_counted() -> None:
     models = tiny_loaded(1, 0, family="qwen3 next")
     state = models.target.kv_shape.state
-    assert roofline(models, torch.float64, CPU).target.state_bytes == state.bytes_per_state(torch.float64) > 0
-    assert roofline(loaded(tied=False), torch.float64, CPU).target.state_bytes == 0
+    assert roofline(models, torch.float64, CPU, CEILING).target.state_bytes == state.bytes_per_state(torch.float64) > 0
+    assert roofline(loaded(tied=False), torch.float64, CPU, CEILING).target.state_bytes == 0
 
 
 @dataclass(frozen=True)

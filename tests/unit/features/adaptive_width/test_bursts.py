@@ -60,6 +60,7 @@ def test_a_draft_that_hardly_helps_costs_little(num_requests: int, cold: float, 
     assert first > cold and then > warm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_requests", [24, pytest.param(128, marks=pytest.mark.slow)])
 def test_answers_do_not_end_later_for_steps_that_are_as_fast_on_average(num_requests: int) -> None:
     """Wide steps that take a fifth less than they did: on average they gain what they cost, or a little more.
