@@ -15,6 +15,7 @@ from overlap_spec_kernels.experts import quantized_products, quantized_streams a
 from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
 from overlap_spec_kernels.experts.products import Places
 from overlap_spec_kernels.experts.stacks import matrix_of
+from overlap_spec_kernels.norm.normed import Normed, Unscaled, normalised_reference
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
@@ -191,6 +192,36 @@ def test_gate_and_up_of_one_row(one_row: CudaEmulator, monkeypatch: pytest.Monke
         one_row.seed, one_row.written_before = seed, [x, routing.experts]
         found = rows.gate_row(x, weight, routing.experts)
         torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("parts", [128, 9])
+def test_a_row_that_the_first_product_scales(
+    one_row: CudaEmulator, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """In 4 bits, without the row that the router writes. Bits are those of that row."""
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 4)
+    sizes = Sizes(1, 2, 2048, 64)
+    routing, weight = routing_of(sizes), stack_in_4_bits(sizes.experts, 2 * sizes.inner, sizes.hidden)
+    weighted, squares = torch.randn(1, sizes.hidden).to(BFLOAT), torch.rand(parts, 1) * 8192 / parts
+    normed = Normed(weighted, weighted, squares, 0.5)
+    x = normalised_reference(normed, squares)
+    for seed in range(2):
+        one_row.seed, one_row.written_before = seed, [routing.experts]
+        unscaled = Unscaled(normed, guarded(torch.full_like(x, torch.nan)))
+        found = rows.gate_row(unscaled, weight, routing.experts)
+        assert torch.equal(found, rows.gate_row(x, weight, routing.experts))
+
+
+def test_which_rows_the_first_product_scales() -> None:
+    """Not in 16 bits, nor where routers have more warps, or squares more parts."""
+    weight = stack_in_4_bits(6, 128, 256)
+
+    def scales(size: int, parts: int, of: Tensor | QuantizedStack = weight) -> bool:
+        row = torch.zeros(1, size).to(BFLOAT)
+        return rows._row_to_scale(Unscaled(Normed(row, row, torch.ones(parts, 1)), row.clone()), of)[1] is not None
+
+    assert scales(2048, 128) and scales(1536, 96)
+    assert not scales(4096, 128) and not scales(2048, 129) and not scales(2048, 128, torch.zeros(6, 128, 256))
 
 
 @pytest.mark.parametrize(("hidden", "inner", "top_k", "shared"), [(512, 384, 2, True), (48, 256, 5, False)])

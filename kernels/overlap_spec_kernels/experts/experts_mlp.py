@@ -29,6 +29,7 @@ from overlap_spec_kernels.experts.quantized_products import (
     takes_tiles,
 )
 from overlap_spec_kernels.experts.quantized_streams import streams_gate, streams_sum, sum_down
+from overlap_spec_kernels.experts.route import Rows, written
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import (
     PART,
@@ -70,7 +71,7 @@ class Biases(NamedTuple):
 
 
 def experts_mlp(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertWeight,
     down: ExpertWeight,
     routing: Routing,
@@ -83,13 +84,14 @@ def experts_mlp(
     Shapes: x [T, H], gate_up [E, 2I, H], gate first, down [E, H, I], routing [T, k] -> [T, H]. A row's experts are
     distinct. Raises: ValueError naming the argument. Sync: never on CUDA but in float64, whose reference waits.
     """
-    _require_fitting(x, gate_up, down, routing, biases)
-    run = _experts_mlp_triton if runs_triton(x) else experts_mlp_reference
-    return run(x, gate_up, down, routing, biases, clamp)
+    _require_fitting(written(x), gate_up, down, routing, biases)
+    if runs_triton(written(x)):
+        return _experts_mlp_triton(x, gate_up, down, routing, biases, clamp)
+    return experts_mlp_reference(written(x), gate_up, down, routing, biases, clamp)
 
 
 def experts_add(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertWeight,
     down: ExpertWeight,
     routing: Routing,
@@ -104,16 +106,18 @@ def experts_add(
     `shared`: of an expert that every row has. Shapes: residual, shared [T, H], norm [H]. Raises: ValueError naming the
     argument. Sync: as `experts_mlp`.
     """
-    _require_fitting(x, gate_up, down, routing, biases)
-    require(residual.shape == x.shape and residual.stride(1) == 1, "residual", "[T, H], contiguous last dimension")
-    require(residual.dtype == x.dtype, "residual", "the dtype of x")
-    require(norm.weight.shape == x.shape[1:] and norm.weight.is_contiguous(), "norm", "[H], contiguous")
-    require(fits_norm(norm.weight, x.dtype), "norm", OF_NORMS)
+    rows = written(x)
+    _require_fitting(rows, gate_up, down, routing, biases)
+    require(residual.shape == rows.shape and residual.stride(1) == 1, "residual", "[T, H], contiguous last dimension")
+    require(residual.dtype == rows.dtype, "residual", "the dtype of x")
+    require(norm.weight.shape == rows.shape[1:] and norm.weight.is_contiguous(), "norm", "[H], contiguous")
+    require(fits_norm(norm.weight, rows.dtype), "norm", OF_NORMS)
     if shared is not None:
-        require(shared.shape == x.shape and shared.is_contiguous(), "shared", "[T, H], contiguous")
-        require(shared.dtype == x.dtype, "shared", "the dtype of x")
-    run = _experts_add_triton if runs_triton(x) else experts_add_reference
-    return run(x, gate_up, down, routing, residual, norm, biases, clamp, shared)
+        require(shared.shape == rows.shape and shared.is_contiguous(), "shared", "[T, H], contiguous")
+        require(shared.dtype == rows.dtype, "shared", "the dtype of x")
+    if runs_triton(rows):
+        return _experts_add_triton(x, gate_up, down, routing, residual, norm, biases, clamp, shared)
+    return experts_add_reference(rows, gate_up, down, routing, residual, norm, biases, clamp, shared)
 
 
 def _require_fitting(
@@ -184,7 +188,7 @@ def clamped_mul(gate_up: Tensor, clamp: Clamp) -> Tensor:
 
 
 def _experts_mlp_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertWeight,
     down: ExpertWeight,
     routing: Routing,
@@ -195,7 +199,7 @@ def _experts_mlp_triton(
 
 
 def _experts_add_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertWeight,
     down: ExpertWeight,
     routing: Routing,
@@ -205,23 +209,23 @@ def _experts_add_triton(
     clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
-    if biases is None and isinstance(down, QuantizedStack) and takes_down(x, down, routing.experts):
+    if biases is None and isinstance(down, QuantizedStack) and takes_down(residual, down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return down_row(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
-    if biases is None and isinstance(down, QuantizedStack) and streams_sum(x, down, routing.experts):
+    if biases is None and isinstance(down, QuantizedStack) and streams_sum(written(x), down, routing.experts):
         places = _places(x, gate_up, routing.experts, clamp)
         return sum_down(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     results = _results(x, gate_up, down, routing, biases, clamp)
-    weighted, squares = torch.empty(x.shape, dtype=x.dtype, device=x.device), squares_of(x)
+    weighted, squares = torch.empty_like(residual, memory_format=torch.contiguous_format), squares_of(residual)
     values = _summed(results, routing.weights, Addition(residual, norm, weighted, squares, shared))
     return Normed(values, weighted, squares, norm.eps)
 
 
 def _results(
-    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, routing: Routing, biases: Biases | None, clamp: Gate | None
+    x: Rows, gate_up: ExpertWeight, down: ExpertWeight, routing: Routing, biases: Biases | None, clamp: Gate | None
 ) -> Tensor:
     """Of every place. Shapes: -> [T * k, H]."""
     places = places_of(routing.experts, gate_up.shape[0])
@@ -230,33 +234,33 @@ def _results(
         and isinstance(down, QuantizedStack)
         and biases is None
         and clamp is None
-        and takes_tiles(x, gate_up, down, places)
+        and takes_tiles(written(x), gate_up, down, places)
     ):
-        return multiply_tiles(x, gate_up, down, places)
+        return multiply_tiles(written(x), gate_up, down, places)
     of_gate_up, of_down = (None, None) if biases is None else biases
     gated = _gated(x, gate_up, of_gate_up, places, clamp)
     return _multiplied(gated, down, of_down, places, False, False, None)
 
 
-def _places(x: Tensor, gate_up: ExpertWeight, experts: Tensor, clamp: Gate | None) -> Places:
+def _places(x: Rows, gate_up: ExpertWeight, experts: Tensor, clamp: Gate | None) -> Places:
     """Without lists where no product takes them. Shapes: experts [T, k]."""
-    if isinstance(gate_up, QuantizedStack) and clamp is None and streams_gate(x, gate_up, experts):
+    if isinstance(gate_up, QuantizedStack) and clamp is None and streams_gate(written(x), gate_up, experts):
         return Places(experts, experts, experts)
     return places_of(experts, gate_up.shape[0])
 
 
-def _gated(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, places: Places, clamp: Gate | None) -> Tensor:
+def _gated(x: Rows, gate_up: ExpertWeight, bias: Tensor | None, places: Places, clamp: Gate | None) -> Tensor:
     """The first product of every place, and what is made of gate and up. Shapes: -> [T * k, I]."""
     if (
         bias is None
         and clamp is None
         and not isinstance(gate_up, Float4Matrices)
-        and takes_gate(x, gate_up, places.experts)
+        and takes_gate(written(x), gate_up, places.experts)
     ):
         return gate_row(x, gate_up, places.experts)
     if clamp is None or isinstance(clamp, Clamp):
-        return _multiplied(x, gate_up, bias, places, True, True, clamp)
-    return clamp(_multiplied(x, gate_up, bias, places, True, False, None))
+        return _multiplied(written(x), gate_up, bias, places, True, True, clamp)
+    return clamp(_multiplied(written(x), gate_up, bias, places, True, False, None))
 
 
 def _multiplied(

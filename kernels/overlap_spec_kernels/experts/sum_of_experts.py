@@ -30,9 +30,10 @@ from overlap_spec_kernels.launch import (
     dependent_launch,
     next_power_of_2,
     runs_gluon,
+    warps_for,
 )
 from overlap_spec_kernels.linear.call import num_multiprocessors
-from overlap_spec_kernels.norm.normed import Norm, Normed
+from overlap_spec_kernels.norm.normed import Norm, Normed, Unscaled
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, box_map, runs_hopper
 
 TILE = 4  # rows of a product: on a CPU so many take as long as one
@@ -47,6 +48,7 @@ _GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's sha
 _GATE_COLUMNS, _MOST_WARPS = 8, 32  # of a tile; warps of a program
 _GATE_CHUNKS, _GATE_PARTS = {16: 256, 4: 512}, {16: 1, 4: 4}  # columns of a stage, and warps of a tile, by bits
 _DOWN_PARTS = 3  # warps of 16 columns of an expert
+_MOST_SQUARES, _WARPS_OF_SCALES = 128, 4  # sums of squares of a row, and warps of the kernels that add them up
 
 
 class Routing(NamedTuple):
@@ -102,6 +104,7 @@ class GateSizes(NamedTuple):
     bits: int
     tiles: int
     warps: int
+    squares: int = 0
 
     @property
     def chunk(self) -> int:
@@ -139,7 +142,10 @@ class GateSizes(NamedTuple):
 class _Gate(ctypes.Structure):
     """`Work` of expert_gate.cu."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("x", "experts", "scales", "out"))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "experts", "scales", "out", "squares")),
+        ("eps", ctypes.c_float),
+    )
 
 
 def takes_gate(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
@@ -169,19 +175,36 @@ def _gate_kernel(sizes: GateSizes, device: torch.device) -> CudaKernel:
     return CudaKernel(code, "expert_gate", 32 * sizes.warps * sizes.parts, sizes.num_bytes)
 
 
-def gate_row(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> Tensor:
-    """silu(gate) * up of one row's experts, right after their choice. Shapes: x [1, H], experts [1, k] -> [k, I].
+def gate_row(rows: Tensor | Unscaled, weight: Tensor | QuantizedStack, experts: Tensor) -> Tensor:
+    """silu(gate) * up of one row's experts, right after their choice. Shapes: rows [1, H], experts [1, k] -> [k, I].
 
     Sync: never.
     """
     data, scales = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.packing.scales)
+    x, squares, eps = _row_to_scale(rows, weight)
     sizes, line = _gate_sizes(weight, experts), 128 // data.element_size()
+    sizes = sizes._replace(squares=0 if squares is None else len(squares))
     out, lines = x.new_empty(experts.shape[1], sizes.inner), sizes.chunk * sizes.bits // 1024
     boxes = box_map(data.view(-1, 8, data.shape[2] // line, line).transpose(1, 2), (1, lines, 8, line))
-    pointers = (None if each is None else each.data_ptr() for each in (x, experts, scales, out))
+    pointers = (None if each is None else each.data_ptr() for each in (x, experts, scales, out, squares))
     programs = ceil_div(sizes.tiles, sizes.warps)
-    _gate_kernel(sizes, x.device).launch(programs, (boxes, _Gate(*pointers)))
+    _gate_kernel(sizes, x.device).launch(programs, (boxes, _Gate(*pointers, eps)))
     return out
+
+
+def _row_to_scale(rows: Tensor | Unscaled, weight: Tensor | QuantizedStack) -> tuple[Tensor, Tensor | None, float]:
+    """A row, sums of squares of which `gate_row` makes its scale, and epsilon; no sums of a row that is scaled before.
+
+    That is taken in 16 bits, whose products wait for W anyway, and where kernels that scale rows add up squares in
+    another order. Shapes: [1, H], [parts, 1].
+    """
+    if not isinstance(rows, Unscaled):
+        return rows, None, 0.0
+    (_, x, squares, eps), scaled = rows
+    fits = squares is not None and len(squares) <= _MOST_SQUARES and x.data_ptr() % 16 == 0
+    if fits and isinstance(weight, QuantizedStack) and warps_for(next_power_of_2(x.shape[1])) == _WARPS_OF_SCALES:
+        return x, squares, eps
+    return scaled, None, 0.0
 
 
 class _Down(ctypes.Structure):

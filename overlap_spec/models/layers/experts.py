@@ -113,10 +113,10 @@ class Experts(Protocol):
     def common(self) -> Common | None:
         """One of them that all rows have: a routing has it last."""
 
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Rows, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
+    def add(self, x: Rows, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """The same sum, that of a shared expert added, with a residual, and `norm` of it. Shapes: all [T, H]."""
 
 
@@ -134,11 +134,11 @@ class SeparateExperts:
     def common(self) -> Common | None:
         return None
 
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Rows, routing: Routing) -> Tensor:
         """See `Experts`. Sync: reads on the host which experts rows have."""
-        return sum_of_experts(x, routing, len(self.experts), self._compute)
+        return sum_of_experts(written(x), routing, len(self.experts), self._compute)
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
+    def add(self, x: Rows, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`. Sync: as `__call__`."""
         return norm.enter(residual + with_shared(self(x, routing), shared))
 
@@ -171,11 +171,11 @@ class StackedExperts:
         num_weights = 3 * size * inner + (0 if self.biases is None else sum(each[0].numel() for each in self.biases))
         return product_work((count_bytes(self) - count_bytes(self.common)) // num_experts, num_weights)
 
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Rows, routing: Routing) -> Tensor:
         """See `Experts`. Sync: never on CUDA."""
         return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
+    def add(self, x: Rows, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
         if not isinstance(norm, RMSNorm | WideRMSNorm):
             return norm.enter(residual + with_shared(self(x, routing), shared))
@@ -275,13 +275,13 @@ class MixtureMLP:
             return norm.enter(x.values + self(x))
         rows, of_shared = self._prepared(x)
         routing = self._route(rows)
-        return self.experts.add(written(rows), routing, x.values, norm, of_shared)
+        return self.experts.add(rows, routing, x.values, norm, of_shared)
 
     def _partial(self, x: Normed) -> Tensor:
         """This rank's part of the sum. Shapes: [T, H] -> [T, H]."""
         rows, of_shared = self._prepared(x)
         routing = self._route(rows)
-        return with_shared(self.experts(written(rows), routing), of_shared)
+        return with_shared(self.experts(rows, routing), of_shared)
 
     def _prepared(self, x: Normed) -> tuple[Rows, Tensor | None]:
         """The normalised rows, which the router writes, and what the shared expert makes of them. Shapes: [T, H]."""

@@ -43,7 +43,7 @@ __device__ __forceinline__ void take_x(char* to, const u16* x) {
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         int at = threadIdx.x % 32 + i * 32;
-        if (at < PIECES) reinterpret_cast<uint4*>(to)[at] = placed(own[i]);
+        if (at < PIECES) reinterpret_cast<uint4*>(to)[at] = placed(own[i], at);
     }
 }
 
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * PARTS) expert_down(con
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
         const float* from = work.scales + ((expert * PARTS + part) * GROUPS + i) * HIDDEN + column + lane / 4;
-        scales[i] = make_float2(from[0], from[8]);
+        scales[i] = make_float2(from[0] * LEFT_OUT, from[8] * LEFT_OUT);
     }
     Added added(work, 0, column);
     wait_for_kernels_before();

@@ -3,7 +3,8 @@
 // A tile is 8 columns of gate and the same of up of an expert, so 16 rows of W. PARTS warps share one, each with a part of
 // K, whose chunks of columns come through its stages as boxes, in which 8 rows of 128 bytes lie one behind another,
 // swizzled. All programs run at once. They begin while the router still runs, and ask for weights as soon as it has chosen
-// a place's expert. Scales are not waited for before products are done: behind W they come late.
+// a place's expert. What comes behind W comes late: so in 4 bits x is scaled here, before the choice, and scales are not
+// waited for before products are done.
 //
 // A product adds 16 columns of K at once, in their order; in 4 bits sums of a group are scaled, and added in theirs. So
 // bits are those of `products.py` and `quantized_products.py`.
@@ -13,16 +14,19 @@
 //     HIDDEN, INNER   columns of x, and of the result      BITS   16 or 4      TILES   of all programs
 //     CHUNK           columns that a stage has             STAGES of a warp    WARPS   tiles of a program
 //     PARTS           warps that share a tile, each with a part of K; 1 in 16 bits
+//     SQUARES         sums of squares of which x's scale is made; 0: x is as it is
 
-#include "bfloat16.cuh"
 #include "four_bits.cuh"
+#include "scaled_row.cuh"
 
 // What the kernel is given beside the map of W; the same fields in sum_of_experts.py.
 struct Work {
-    const u16* x;              // [HIDDEN]
+    const u16* x;              // [HIDDEN], times the norm's weight if SQUARES
     const long long* experts;  // [TOP_K], below 0 until they are chosen
     const float* scales;       // [E, HIDDEN / 128, 2 INNER], in 4 bits
     u16* out;                  // [TOP_K, INNER]
+    const float* squares;      // [SQUARES]
+    float eps;
 };
 
 constexpr int LINE = 128;                                  // bytes of a row that lie side by side
@@ -96,8 +100,8 @@ __device__ __forceinline__ void add_groups(float (&sums)[4], const float2 (&part
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         float2 scale = scales[group * COLUMNS];
-        sums[0] = __fmaf_rn(parts[group].x, scale.x, sums[0]);
-        sums[2] = __fmaf_rn(parts[group].y, scale.y, sums[2]);
+        sums[0] = __fmaf_rn(parts[group].x, scale.x * LEFT_OUT, sums[0]);
+        sums[2] = __fmaf_rn(parts[group].y, scale.y * LEFT_OUT, sums[2]);
     }
 }
 
@@ -112,18 +116,21 @@ __device__ __forceinline__ void ask_for_scales(float2* to, const Work& work, lon
 }
 
 // All of x, by all threads: every piece is asked for before the first one is written.
-__device__ __forceinline__ void take_x(char* to, const u16* x) {
+__device__ __forceinline__ void take_x(char* to, const Work& work) {
     constexpr int PIECES = HIDDEN / 8, THREADS = 32 * WARPS * PARTS, TURNS = (PIECES + THREADS - 1) / THREADS;
     uint4 own[TURNS];
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         int at = threadIdx.x + i * THREADS;
-        if (at < PIECES) own[i] = reinterpret_cast<const uint4*>(x)[at];
+        if (at < PIECES) own[i] = reinterpret_cast<const uint4*>(work.x)[at];
     }
+    float scale = SQUARES ? scale_of_row(work.squares, SQUARES, HIDDEN, work.eps) : 1.0f;
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         int at = threadIdx.x + i * THREADS;
-        if (at < PIECES) reinterpret_cast<uint4*>(to)[at] = BITS == 4 ? placed(own[i]) : own[i];
+        if (at >= PIECES) continue;
+        uint4 x = SQUARES ? scaled(own[i], scale) : own[i];
+        reinterpret_cast<uint4*>(to)[at] = BITS == 4 ? placed(x, at) : x;
     }
 }
 
@@ -134,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
     __shared__ u64 barriers[WARPS * PARTS * STAGES];
     __shared__ float2 scales[BITS < 16 ? WARPS * PARTS : 1][GROUPS * COLUMNS];
     __shared__ float2 left[WARPS][COLUMNS];
+    __shared__ int experts[WARPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS;
     int number = blockIdx.x * WARPS + warp / PARTS, place = number / (INNER / 8), column = number % (INNER / 8) * 8;
     Tile tile = {memory + warp * STAGES * STAGE, barriers + warp * STAGES, 0, part * CHUNKS * LINES};
@@ -143,9 +151,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
         for (int i = 0; i < STAGES; ++i) set_up(tile.barriers + i, 1);
         show_to_copies();
     }
-    __syncwarp();
+    // What x is made of was written before the router, which waited before this kernel began.
+    if (SQUARES) take_x(memory + X_AT, work);
+    int first = blockIdx.x * WARPS + threadIdx.x;
+    if (threadIdx.x < WARPS && first < TILES) experts[threadIdx.x] = chosen(work.experts + first / (INNER / 8));
+    __syncthreads();
     if (has) {
-        int expert = chosen(work.experts + place);
+        int expert = experts[warp / PARTS];
         tile.block = (expert * 2 * INNER + column) / 8;
         if (BITS < 16) ask_for_scales(scales[warp], work, expert, part, column);
         if (lane == 0) {
@@ -155,8 +167,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
     }
     wait_for_kernels_before();
     let_next_begin();
-    take_x(memory + X_AT, work.x);
-    __syncthreads();
+    if (!SQUARES) {
+        take_x(memory + X_AT, work);
+        __syncthreads();
+    }
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float2 parts[GROUPS];
     if (has) {

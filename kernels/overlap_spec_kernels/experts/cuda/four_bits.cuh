@@ -3,12 +3,31 @@
 
 #include "hopper.cuh"
 
-// 8 values of a word as the first or last ones of two pairs. 128 + v is 0x4300 + v, and a zero point is 8.
+// Two pairs of values in an instruction each for masks and for zero points, which are 8. In bfloat16 the bits 0..255 are
+// so many times 2^-133: of the low 4 bits of bytes v becomes (v - 8) 2^-7, of the high ones (v - 8) 2^-3.
+template <bool HIGH>
 __device__ __forceinline__ u32 widened_4_bits(u32 word) {
+    constexpr u32 MASK = HIGH ? 0x00f000f0 : 0x000f000f, POWER_126 = 0x7e807e80, ZERO = HIGH ? 0xbf80bf80 : 0xbd80bd80;
     u32 values;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(values) : "r"(word), "r"(0x000f000f), "r"(0x43004300));
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(values) : "r"(values), "r"(0x43084308));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(values) : "r"(word & MASK), "r"(POWER_126), "r"(ZERO));
     return values;
+}
+
+constexpr float LEFT_OUT = 8.0f;  // by what sums of a group are too small: low columns of x are 16 times too large
+
+template <bool HIGH>
+__device__ __forceinline__ void multiply_half(float (&sums)[4], const u32 (&words)[2][4], const char* x) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        u32 upper = words[step / 2][step % 2 * 2], lower = words[step / 2][step % 2 * 2 + 1];
+        uint2 columns = *reinterpret_cast<const uint2*>(x + step * 32);
+        u32 a[4] = {
+            widened_4_bits<HIGH>(upper), widened_4_bits<HIGH>(lower), widened_4_bits<HIGH>(upper >> 8),
+            widened_4_bits<HIGH>(lower >> 8)
+        };
+        u32 b[2] = {columns.x, columns.y};
+        multiply16(sums, a, b);
+    }
 }
 
 // The sums of a group of 128 columns: rows g and g + 8 of W with columns 2 t and 2 t + 1 of x, as `placed` has it. Low
@@ -16,22 +35,18 @@ __device__ __forceinline__ u32 widened_4_bits(u32 word) {
 __device__ __forceinline__ void multiply_group(float (&sums)[4], const u32 (&words)[2][4], const char* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-        u32 upper = words[step / 2 % 2][step % 2 * 2], lower = words[step / 2 % 2][step % 2 * 2 + 1];
-        int shift = step / 4 * 4;
-        uint2 columns = *reinterpret_cast<const uint2*>(x + step * 32);
-        u32 a[4] = {
-            widened_4_bits(upper >> shift), widened_4_bits(lower >> shift), widened_4_bits(upper >> (shift + 8)),
-            widened_4_bits(lower >> (shift + 8))
-        };
-        u32 b[2] = {columns.x, columns.y};
-        multiply16(sums, a, b);
-    }
+    multiply_half<false>(sums, words, x);
+    multiply_half<true>(sums, words, x + 128);
 }
 
-// Each four neighbouring columns of x in the order in which a word has its values.
-__device__ __forceinline__ uint4 placed(uint4 x) {
+__device__ __forceinline__ u32 times_16(u32 pair) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(0x41804180));
+    return pair;
+}
+
+// Each four neighbouring columns of x in the order in which a word has its values. `piece`: of 8 columns among all.
+__device__ __forceinline__ uint4 placed(uint4 x, int piece) {
+    if (piece % 16 < 8) x = make_uint4(times_16(x.x), times_16(x.y), times_16(x.z), times_16(x.w));
     return make_uint4(
         __byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
         __byte_perm(x.z, x.w, 0x7632)

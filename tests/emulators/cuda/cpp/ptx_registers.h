@@ -112,6 +112,11 @@ void rcp_approx(float& d, float a) {
     d = 1.0f / a;
 }
 template <class T>
+void sqrt_approx(float& d, float a) {
+    d = std::sqrt(a);
+}
+
+template <class T>
 void rsqrt_approx(float& d, float a) {
     d = 1.0f / std::sqrt(a);
 }
