@@ -51,9 +51,9 @@ _SOME = Tile(64, 128, 128, 4, 3)
 
 TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
 _TILED = 64  # rows of an expert on average from which it multiplies
-_NUMBERS = 64, 128, 160, 192  # of rows of x, of which a tile takes the least that suffices
+_NUMBERS = 64, 128, 160, 176, 192  # of rows of x, of which a tile takes the least that suffices
 _SLICES, _STAGES, _PIECE = 2, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
-_BOX = 32  # rows of x that are copied at once
+_BOX = 16  # rows of x that are copied at once, of which all numbers are multiples
 _COLUMNS = {True: 64, False: 128}  # of the result, of a program, by whether it is gated
 _CLUSTER = 2  # programs that share rows of x
 
