@@ -28,16 +28,16 @@ BEGINS = {  # by model and linear, the numbers of rows with which another order 
     ("SmolLM2", "gate, up"): [1, 17, 65],
     ("SmolLM2", "down"): [1, 65],
     ("SmolLM2", "head"): [1, 65],
-    ("1B", "qkv"): [1, 9, 17, 33, 65],
-    ("1B", "output"): [1, 9, 17, 33, 65],
-    ("1B", "gate, up"): [1, 9, 17],
-    ("1B", "down"): [1, 9, 17, 33, 65],
-    ("1B", "head"): [1, 9, 17, 65],
-    ("8B", "qkv"): [1, 9, 17, 65],
-    ("8B", "output"): [1, 9, 17, 33, 65],
-    ("8B", "gate, up"): [1, 9, 17],
-    ("8B", "down"): [1, 9, 17, 33, 65],
-    ("8B", "head"): [1, 9, 17, 65],
+    ("1B", "qkv"): [1, 9, 33, 65],
+    ("1B", "output"): [1, 9, 33, 65],
+    ("1B", "gate, up"): [1, 9],
+    ("1B", "down"): [1, 9, 33, 65],
+    ("1B", "head"): [1, 9, 65],
+    ("8B", "qkv"): [1, 9, 65],
+    ("8B", "output"): [1, 9, 33, 65],
+    ("8B", "gate, up"): [1, 9],
+    ("8B", "down"): [1, 9, 33, 65],
+    ("8B", "head"): [1, 9, 65],
 }
 
 
@@ -58,9 +58,9 @@ def test_the_table_is_that_of_the_documents() -> None:
 def test_known_orders() -> None:
     """Of the 8B's output: four sums side by side, then two halves, then one sum; a BLAS from 65 rows on."""
     shape = SHAPES["8B"]["output"]
-    orders = [order_of(count, *shape) for count in (8, 16, 32, 64, 65)]
-    assert orders[0].endswith("4 sums added") and orders[1].endswith("4 sums added") and orders[0] != orders[1]
-    assert orders[2:] == ["2 parts of 2048 columns, added in their order", IN_ORDER, BLAS]
+    orders = [order_of(count, *shape) for count in (8, 32, 64, 65)]
+    assert orders[0].endswith("4 sums added")
+    assert orders[1:] == ["2 parts of 2048 columns, added in their order", IN_ORDER, BLAS]
 
 
 def test_many_rows_have_the_pieces_and_norms_of_few(monkeypatch: pytest.MonkeyPatch) -> None:

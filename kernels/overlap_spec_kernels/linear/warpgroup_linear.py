@@ -1,4 +1,4 @@
-"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for large weights and 17 to 128 rows.
+"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for large weights and 9 to 128 rows.
 
 With so many rows, reading x from the L2 cache costs about as much as reading W from memory, so a program takes many
 rows of W at once: 64 or 128 are the left operand of a warpgroup's product, and all rows of x the right one. The copy
