@@ -23,7 +23,7 @@ CHAINS = [
 HEADS = [
     *[(rows, 49152, 576, BFLOAT) for rows in (1, 16, 17, 40)],
     *[(rows, *shape, BFLOAT) for rows in (4, 32) for shape in ((32000, 4096), (1000, 64), (77, 128), (128256, 512))],
-    *[(rows, 32000, 4096, BFLOAT) for rows in (17, 64, 70, 128)],
+    *[(rows, 32000, 4096, BFLOAT) for rows in (17, 64, 70, 128, 200)],
     *[(rows, 49152, 576, FLOAT) for rows in (4, 40)],
     (4, 1000, 64, FLOAT),
     (4, 77, 128, HALF),

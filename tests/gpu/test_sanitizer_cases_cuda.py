@@ -182,11 +182,11 @@ def tree_step(dtype: torch.dtype) -> list[Tensor]:
 def wide_linear() -> list[Tensor]:
     """More rows than a pair of tiles has, columns that end within a tile, fewer chunks of K than stages."""
     x, weight = drawn(300, 192, dtype=BFLOAT), drawn(496, 192, dtype=BFLOAT)
-    gates, programs = x.new_empty((300, 248)), ARGMAX.num_programs(weight, False)
+    gates, programs = x.new_empty((300, 248)), ARGMAX[0].num_programs(weight, False)
     best = torch.full((300, programs), -torch.inf, device="cuda").t()
     GATED.run(Call(x, weight, None, 0.0, True, gates), GATED.num_programs(weight, True))
     at = torch.full_like(best, -1, dtype=torch.int32)
-    ARGMAX.run(Call(x, weight, None, 0.0, False, best=best, best_at=at), programs)
+    ARGMAX[0].run(Call(x, weight, None, 0.0, False, best=best, best_at=at), programs)
     return [gates, best.max(0).values]
 
 

@@ -33,7 +33,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 
 def argmax(x: Tensor, weight: Tensor) -> Tensor:
     """By the kernel, whether it is the fastest or not."""
-    cut = wide.ARGMAX
+    cut = wide.ARGMAX[0]
     programs = cut.num_programs(weight, False)
     best = torch.full((x.shape[0], programs), torch.nan, device="cuda").t()
     best_at = torch.full_like(best, -1, dtype=torch.int32)

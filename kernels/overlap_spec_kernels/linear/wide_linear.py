@@ -27,7 +27,9 @@ _STAGED = 64  # columns of a plain result that are written at once
 _THREADS = 3 * 128  # one warpgroup copies, two multiply
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes of the smallest weight for this kernel
-_FULL = 0.95  # least share of useful rows and columns in the tiles; below it, a BLAS has tiles that fit better
+# Least share of useful rows and columns in the tiles; below it, a BLAS has tiles that fit better. It writes all logits
+# for a second kernel to find the best.
+_FULL, _FULL_ARGMAX = 0.95, 0.68
 
 
 class _Work(ctypes.Structure):
@@ -92,7 +94,8 @@ class Wide(NamedTuple):
         pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), self.num_programs(weight, gated)
         rounds = ceil_div(programs * pairs, clusters)
         rows = x.shape[0] / (_ROWS * _CLUSTER)
-        return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= _FULL
+        least = _FULL_ARGMAX if self in ARGMAX else _FULL
+        return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= least
 
     def kernel(self, dtype: torch.dtype, device: torch.device, end: str, scaled: bool = False) -> CudaKernel:
         """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN."""
@@ -102,7 +105,8 @@ class Wide(NamedTuple):
         return self.block_n * 2 if gated else self.block_n
 
 
-GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
+GATED = Wide(112, 4)
+ARGMAX = Wide(224, 5), Wide(176, 5)
 PLAIN = Wide(128, 6), Wide(192, 5), Wide(256, 4)
 IN_PARTS = PLAIN[0]  # sums of parts and of all take twice as many registers
 _OF_TILE = 16  # columns that take as long as what a tile takes beside its columns
@@ -120,7 +124,7 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
         return None
     if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    return GATED if gated else ARGMAX
+    return GATED if gated else _least_time(ARGMAX, _ROWS * _CLUSTER, weight)
 
 
 def plain_for(x: Tensor, weight: Tensor) -> Wide:
@@ -128,13 +132,17 @@ def plain_for(x: Tensor, weight: Tensor) -> Wide:
 
     The choice is one of few numbers of rows, which prompts before serving have, so that no later step compiles others.
     """
-    rows, clusters = next((kind for kind in _KINDS if x.shape[0] <= kind), _KINDS[-1]), _num_clusters(x.device)
-    pairs = ceil_div(rows, _ROWS * _CLUSTER)
+    return _least_time(PLAIN, next((kind for kind in _KINDS if x.shape[0] <= kind), _KINDS[-1]), weight)
+
+
+def _least_time(ways: tuple[Wide, ...], num_rows: int, weight: Tensor) -> Wide:
+    """Those tiles that take the least time in rounds of all clusters."""
+    pairs, clusters = ceil_div(num_rows, _ROWS * _CLUSTER), _num_clusters(weight.device)
 
     def time(wide: Wide) -> int:
         return ceil_div(wide.num_programs(weight, False) * pairs, clusters) * (wide.block_n + _OF_TILE)
 
-    return min(PLAIN, key=time)
+    return min(ways, key=time)
 
 
 def _num_pairs(x: Tensor) -> int:
