@@ -40,19 +40,19 @@ class AnswerReader:
     def _read(self, prompts: list[list[int]], answers: list[list[int]], batch: int, width: int) -> list[Tensor]:
         """One group, filled up to `batch` with its last request; a row past an answer's end is thrown away."""
         count = len(prompts)
-        seats = [min(seat, count - 1) for seat in range(batch)]
+        slots = [min(slot, count - 1) for slot in range(batch)]
         tables = (1 + torch.arange(batch * PAGES, dtype=torch.int32, device=self._place)).view(batch, PAGES)
-        firsts = [self._prefill(prompts[at], tables[seat : seat + 1]) for seat, at in enumerate(seats)]
+        firsts = [self._prefill(prompts[at], tables[slot : slot + 1]) for slot, at in enumerate(slots)]
         longest = max(len(answer) for answer in answers)
-        fed = [[*answers[at], *[0] * (longest + width)] for at in seats]
+        fed = [[*answers[at], *[0] * (longest + width)] for at in slots]
         steps = []
         for start in range(0, max(longest - 1, 1), width):
             tokens = torch.tensor([row[start : start + width] for row in fed], device=self._place)
-            positions = torch.tensor([[len(prompts[at]) + start + i for i in range(width)] for at in seats])
+            positions = torch.tensor([[len(prompts[at]) + start + i for i in range(width)] for at in slots])
             rows = RowBatch(positions.view(-1).to(self._place), None, tables, None, width, True)
             steps.append(self._forward(tokens.view(-1), rows).view(batch, width, -1))
         after = torch.cat(steps, dim=1)  # after token i of the answer stands token i + 1
-        return [torch.cat((firsts[seat], after[seat, : len(answers[seat]) - 1])) for seat in range(count)]
+        return [torch.cat((firsts[slot], after[slot, : len(answers[slot]) - 1])) for slot in range(count)]
 
     def _prefill(self, prompt: list[int], table: Tensor) -> Tensor:
         """Shapes: -> [1, V], the logits of the first token."""

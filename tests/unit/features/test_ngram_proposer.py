@@ -90,9 +90,9 @@ class Requests:
         rows = table[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
         following = torch.tensor(tokens[start + 1 :])
         slots = torch.tensor([slot if completes else NUM_SLOTS])
-        last, seats = torch.tensor([len(positions) - 1]), torch.tensor([slot])
+        last, chunk_slots = torch.tensor([len(positions) - 1]), torch.tensor([slot])
         prompts = Prompts(
-            torch.tensor(tokens[start:-1]), following, last, slots, seats, torch.tensor([int(start == 0)])
+            torch.tensor(tokens[start:-1]), following, last, slots, chunk_slots, torch.tensor([int(start == 0)])
         )
         self.pool.write_chunks(rows, prompts.tokens)
         if completes:

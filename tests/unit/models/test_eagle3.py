@@ -238,7 +238,7 @@ def test_a_null_draft_vocabulary_shares_the_targets_head() -> None:
     assert draft.profile.num_bytes < target.num_bytes, "shared tensors are not counted"
 
 
-def test_default_taps_follow_the_number_of_layers() -> None:
+def test_default_aux_layers_follow_the_number_of_layers() -> None:
     deep = tiny_target(7, layers=12)
     checkpoint = tiny_eagle3(8, deep, aux_layers=(1, 5, 8))
     config = {key: value for key, value in checkpoint.config.items() if key != "eagle_config"}
@@ -246,7 +246,7 @@ def test_default_taps_follow_the_number_of_layers() -> None:
     assert draft.profile.aux_layers == (1, 5, 8)
 
 
-def test_without_taps_the_final_hidden_state_is_the_feature() -> None:
+def test_without_aux_layers_the_final_hidden_state_is_the_feature() -> None:
     target = load_tiny_target(TARGET)
     checkpoint = tiny_eagle3(9, TARGET)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name != "fc.weight"}
@@ -261,7 +261,7 @@ def test_without_taps_the_final_hidden_state_is_the_feature() -> None:
 
 
 @pytest.mark.parametrize("names", [("fc_norm.0", "fc_norm.1"), ("aux_norm_low", "aux_norm_mid")])
-def test_taps_may_be_normed_one_by_one(names: tuple[str, str]) -> None:
+def test_aux_hidden_states_may_be_normed_one_by_one(names: tuple[str, str]) -> None:
     checkpoint = tiny_eagle3(10, TARGET, bias=True)
     random = torch.Generator().manual_seed(1)
     norms = [torch.rand(32, generator=random, dtype=F64) for _ in names]
@@ -270,7 +270,7 @@ def test_taps_may_be_normed_one_by_one(names: tuple[str, str]) -> None:
     draft = load_tiny_draft(TinyCheckpoint(checkpoint.config, checkpoint.tensors | extra), load_tiny_target(TARGET))
     tokens, output = inputs(64)
     aux_hidden = zip(output.aux.chunk(2, dim=1), norms, strict=True)
-    normed = torch.cat([norm(tap, weight) for tap, weight in aux_hidden], dim=1)
+    normed = torch.cat([norm(each, weight) for each, weight in aux_hidden], dim=1)
     expected = normed @ checkpoint.tensors["fc.weight"].T + bias
     torch.testing.assert_close(run(draft, tokens, output)[0], expected)
 

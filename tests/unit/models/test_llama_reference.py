@@ -114,7 +114,9 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_aux_hidden_states_equal_transformers(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_float64(monkeypatch)
     checkpoint = tiny_target(3, context=1.0, **CASES[case])
     tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]

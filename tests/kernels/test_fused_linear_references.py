@@ -1,4 +1,4 @@
-"""What stands for fused maps on a CPU, against its definition; refused arguments."""
+"""The references of fused linears, which a CPU runs, against their definitions; refused arguments."""
 
 import pytest
 import torch
