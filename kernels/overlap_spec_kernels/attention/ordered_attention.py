@@ -69,7 +69,7 @@ class OrderedTiling(NamedTuple):
     block_m: int  # rows times query heads of a KV head, padded
     num_tiles: int
     num_parts: int  # 0: a program takes all parts of its rows, one after another
-    splits: int = 1  # programs that have the parts of the same rows, by turns
+    splits: int = 1  # programs that have the parts of the same rows
 
 
 def ordered_tiling(

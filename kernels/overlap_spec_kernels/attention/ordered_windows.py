@@ -21,7 +21,6 @@ from overlap_spec_kernels.attention.ordered_attention import (
     _MIN_DOT,
     _ROWS_OF_WARP,
     _STAGES,
-    _STAGES_APART,
     FIRST_PART,
     OrderedTiling,
     _attend,
@@ -43,6 +42,7 @@ from overlap_spec_kernels.linear.call import num_multiprocessors
 
 _SMALL_HEAD, _SHORT = 64, 2048  # columns and keys of what waits in registers: two blocks, and few other parts
 _FEW_HEADS, _WARPS_OF_LARGE = 32, 8  # rows times heads of a program of larger heads: four warps would spill registers
+_FEW_SPLITS = 5  # with so many, two programs a multiprocessor are faster from 1,500 keys on (H200, head_dim 128)
 _COUNTERS = 1024  # units whose parts are taken apart are fewer than multiprocessors
 
 
@@ -79,7 +79,7 @@ def ordered_windows(
     most = num_multiprocessors(qkv.device)
     tiling = ordered_tiling(q, k_cache, page_table, width, most)
     if _takes_multiprocessors(qkv, k_cache, tiling):
-        tiling = tiling._replace(splits=min(tiling.splits, max(most // (len(page_table) * num_kv_heads), 1)))
+        tiling = tiling._replace(splits=min(tiling.splits, _splits_of_large(len(page_table) * num_kv_heads, most)))
     return attend_to_windows(*given, scale, tiling, read_before_wait, window, scales)
 
 
@@ -160,15 +160,21 @@ def attend_to_windows(
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         BLOCK_W=next_power_of_2(width),
         num_warps=_WARPS_OF_LARGE if is_large else max(tiling.block_m // _ROWS_OF_WARP, 4),
-        num_stages=_STAGES_APART if tiling.num_parts else _STAGES,
+        num_stages=_STAGES,  # a third one waits for page numbers before the first block
         enable_fp_fusion=False,
         **dependent_launch(qkv.device, num_rows),
     )
     return out
 
 
+def _splits_of_large(num_units: int, multiprocessors: int) -> int:
+    """Programs for each request and KV head: one a multiprocessor, or two, where one would have many parts."""
+    alone = multiprocessors // num_units
+    return alone if alone > _FEW_SPLITS else max(2 * multiprocessors // num_units, 1)
+
+
 def _takes_multiprocessors(qkv: Tensor, k_cache: Tensor, tiling: OrderedTiling) -> bool:
-    """Whether a program takes a whole one: of few rows of larger heads, with parts apart.
+    """Whether a program takes much of one: of few rows of larger heads, with parts apart.
 
     The next linear begins late then: what it copies would be ahead of the rows.
     """
@@ -217,7 +223,7 @@ def _ordered_windows_kernel(
         column, m, new = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_W)
         k_ptr, v_ptr = k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM
         table_row_ptr = page_table_ptr + request * table_stride
-        begin = tl.maximum(_begin_of_part(first_part + split, FIRST_PART, FEW), first_block)
+        part, begin, end = _keys_of(split, active, first_part, end_part, first_block, end_key, FIRST_PART, FEW, BLOCK_N)
         if IN_REGISTERS:
             key = begin + tl.arange(0, BLOCK_N)
             k, v = _cached(k_ptr, v_ptr, table_row_ptr, key, num_cached, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_D)
@@ -229,7 +235,7 @@ def _ordered_windows_kernel(
             _ask_for_keys(k_ptr, v_ptr, table_row_ptr, begin, num_cached, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N)
         # Of the new rows those whose part is the program's own, which are then in the cache before it reads them.
         new_key = num_cached + new
-        mine = (new < WIDTH) & ((_part_of(new_key, FIRST_PART, FEW) - first_part) % active == split)
+        mine = (new < WIDTH) & (new_key >= begin) & (new_key < end)
         page = tl.load(table_row_ptr + new_key // PAGE_SIZE, mask=mine, other=0).to(tl.int64)
         new_cos, new_sin = _angles(cos_sin_ptr, new_key, mine, HEAD_DIM, BLOCK_D)
         row, live = m // GROUP, m // GROUP < WIDTH
@@ -268,10 +274,10 @@ def _ordered_windows_kernel(
             if not IN_REGISTERS:
                 k, v, key = q, q, position  # not used
             _attend_to_parts(
-                q, position, k, v, key, k_ptr, v_ptr, table_row_ptr, first_part, end_part, split,
-                active, first_block, end_key, partial_ptr, stats_ptr, counters_ptr + request * NUM_KV_HEADS + kv_head,
-                target_ptr, out_row * num_parts, live, mask, scale_log2, v_scale, STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW,
-                EIGHT_BITS, IN_REGISTERS, FIRST_PART, FEW, BLOCK_N, BLOCK_D
+                q, position, k, v, key, k_ptr, v_ptr, table_row_ptr, first_part, end_part, part, active, begin,
+                end, partial_ptr, stats_ptr, counters_ptr + request * NUM_KV_HEADS + kv_head, target_ptr,
+                out_row * num_parts, live, mask, scale_log2, v_scale, STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, EIGHT_BITS,
+                IN_REGISTERS, FIRST_PART, FEW, BLOCK_N, BLOCK_D
             )  # fmt: skip
 
 
@@ -325,31 +331,72 @@ def _attend_to_pair(
 
 
 @TritonKernel
+def _keys_of(
+    split: tl.tensor, active: tl.tensor, first_part: tl.tensor, end_part: tl.tensor, first_block: tl.tensor,
+    end_key: tl.tensor, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The first part of a split, its first key, and the key at which another split's begin."""
+    part = _first_of_split(split, active, first_part, end_part, first_block, end_key, FIRST_PART, FEW, BLOCK_N)
+    next_part = _first_of_split(split + 1, active, first_part, end_part, first_block, end_key, FIRST_PART, FEW, BLOCK_N)
+    begin, end = _begin_of_part(part, FIRST_PART, FEW), _begin_of_part(next_part, FIRST_PART, FEW)
+    return part, tl.maximum(begin, first_block), tl.minimum(end, end_key)
+
+
+@TritonKernel
+def _first_of_split(
+    split: tl.tensor, active: tl.tensor, first_part: tl.tensor, end_part: tl.tensor, first_block: tl.tensor,
+    end_key: tl.tensor, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The first part of a split, where each has parts that follow one another, of about as many blocks."""
+    blocks = tl.cdiv(end_key - first_block, BLOCK_N) * split // active
+    key = first_block + blocks * BLOCK_N
+    half = (FIRST_PART // 2) << tl.maximum(_part_of(key, FIRST_PART, FEW) // FEW - 1, 0)
+    part = tl.minimum(_part_of(key + half, FIRST_PART, FEW), end_part)
+    return tl.where(split == 0, first_part, tl.where(split == active, end_part, part))
+
+
+@TritonKernel
 def _attend_to_parts(
     q: tl.tensor, position: tl.tensor, k: tl.tensor, v: tl.tensor, key: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor,
-    table_row_ptr: tl.tensor, first_part: tl.tensor, end_part: tl.tensor, split: tl.tensor, active: tl.tensor,
-    first_block: tl.tensor, end_key: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor, counter_ptr: tl.tensor,
-    target_ptr: tl.tensor, first_place: tl.tensor, live: tl.tensor, mask: tl.tensor, scale_log2: float, v_scale: float,
-    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, IN_REGISTERS: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    table_row_ptr: tl.tensor, first_part: tl.tensor, end_part: tl.tensor, part: tl.tensor, active: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor,
+    counter_ptr: tl.tensor, target_ptr: tl.tensor, first_place: tl.tensor, live: tl.tensor, mask: tl.tensor,
+    scale_log2: float, v_scale: float, CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr, IN_REGISTERS: tl.constexpr, FIRST_PART: tl.constexpr,
+    FEW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The parts of a split, each of which is left in memory, and all of them by the last split to leave its own."""
-    column = tl.arange(0, BLOCK_D)[None, :]
-    for part in range(first_part + split, end_part, active):
-        begin = tl.maximum(_begin_of_part(part, FIRST_PART, FEW), first_block)
-        end = tl.minimum(_begin_of_part(part + 1, FIRST_PART, FEW), end_key)
-        acc, highest, denominator = _attend_to_part(
-            q, position, k, v, key, part == first_part + split, k_ptr, v_ptr, table_row_ptr, begin, end, scale_log2,
-            CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, EIGHT_BITS, IN_REGISTERS, BLOCK_N, BLOCK_D
+    """Parts of keys begin..end - 1, each of which is left in memory, and all by the last program to leave its own.
+
+    One loop has the blocks of all these parts, so that those of the next part are loaded meanwhile. IN_REGISTERS, where
+    a part is a block: the first one is given.
+    """
+    column, ones = tl.arange(0, BLOCK_D)[None, :], tl.full([BLOCK_N, 16], 1.0, q.dtype)
+    sums, acc = tl.zeros([q.shape[0], 16], tl.float32), tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    highest, _ = empty_softmax(q.shape[0])
+    is_whole = end_part - first_part == 1
+    if IN_REGISTERS:
+        first_acc, first_highest, first_sums = _attend_to_keys(
+            q, ones, position, acc, highest, sums, tl.trans(k), v, key, scale_log2, True, WINDOW
+        )
+        _leave_part(
+            first_acc, first_highest, tl.max(first_sums, axis=1), partial_ptr, stats_ptr, target_ptr,
+            first_place + part, is_whole, live, mask, column, v_scale, HEAD_DIM
         )  # fmt: skip
-        if end_part - first_part == 1:
-            tl.store(target_ptr, acc / tl.where(live, denominator, 1.0)[:, None] * v_scale, mask=mask)
-        else:
-            at = first_place + part
-            tl.store(stats_ptr + at * 2, highest, mask=live)
-            tl.store(stats_ptr + at * 2 + 1, denominator, mask=live)
-            tl.store(partial_ptr + at[:, None] * HEAD_DIM + column, acc, mask=mask)
+        part += 1
+        begin += BLOCK_N
+    for block in range(begin, end, BLOCK_N):
+        acc, highest, sums = _attend_to_block(
+            q, ones, position, acc, highest, sums, k_ptr, v_ptr, table_row_ptr, block, end, scale_log2, CACHE_STRIDE,
+            HEAD_DIM, PAGE_SIZE, True, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        ends = block + BLOCK_N >= tl.minimum(_begin_of_part(part + 1, FIRST_PART, FEW), end)
+        if ends:
+            _leave_part(
+                acc, highest, tl.max(sums, axis=1), partial_ptr, stats_ptr, target_ptr, first_place + part, is_whole,
+                live, mask, column, v_scale, HEAD_DIM
+            )  # fmt: skip
+        acc, highest = tl.where(ends, 0.0, acc), tl.where(ends, -1.0e30, highest)  # by which sums are scaled to 0
+        part += ends.to(tl.int32)
     if end_part - first_part > 1:  # noqa: SIM102 (`and` would evaluate both, and count an arrival)
         if _arrive(counter_ptr, active):
             acc, denominator = _merged_parts(
@@ -359,28 +406,18 @@ def _attend_to_parts(
 
 
 @TritonKernel
-def _attend_to_part(
-    q: tl.tensor, position: tl.tensor, k: tl.tensor, v: tl.tensor, key: tl.tensor, is_first: tl.tensor,
-    k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, scale_log2: float,
-    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, IN_REGISTERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Returns the sum of p V, the highest score, the sum of p. IN_REGISTERS: the first part's first block is given."""
-    sums, acc = tl.zeros([q.shape[0], 16], tl.float32), tl.zeros([q.shape[0], BLOCK_D], tl.float32)
-    highest, _ = empty_softmax(q.shape[0])
-    ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
-    if IN_REGISTERS:  # noqa: SIM102 (the outer condition is the compiler's)
-        if is_first:
-            acc, highest, sums = _attend_to_keys(
-                q, ones, position, acc, highest, sums, tl.trans(k), v, key, scale_log2, True, WINDOW
-            )
-            begin += BLOCK_N
-    for block in range(begin, end, BLOCK_N):
-        acc, highest, sums = _attend_to_block(
-            q, ones, position, acc, highest, sums, k_ptr, v_ptr, table_row_ptr, block, end, scale_log2, CACHE_STRIDE,
-            HEAD_DIM, PAGE_SIZE, True, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
-        )  # fmt: skip
-    return acc, highest, tl.max(sums, axis=1)
+def _leave_part(
+    acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, partial_ptr: tl.tensor, stats_ptr: tl.tensor,
+    target_ptr: tl.tensor, at: tl.tensor, is_whole: tl.tensor, live: tl.tensor, mask: tl.tensor, column: tl.tensor,
+    v_scale: float, HEAD_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a part's sum of p V, highest score and sum of p; or the result, where it is all."""
+    if is_whole:
+        tl.store(target_ptr, acc / tl.where(live, denominator, 1.0)[:, None] * v_scale, mask=mask)
+    else:
+        tl.store(stats_ptr + at * 2, highest, mask=live)
+        tl.store(stats_ptr + at * 2 + 1, denominator, mask=live)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + column, acc, mask=mask)
 
 
 @TritonKernel

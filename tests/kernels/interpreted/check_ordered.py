@@ -169,7 +169,10 @@ def test_a_row_of_attention_has_one_class_of_bits(
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(
     ("lengths", "width", "window"),
-    [((510, 0, 126), 3, None), ((250, 126), 9, 70), ((255, 1, 530, 130), 1, None), ((381, 130), 4, 200)],
+    [
+        *(((510, 0, 126), 3, None), ((250, 126), 9, 70), ((255, 1, 530, 130), 1, None), ((381, 130), 4, 200)),
+        ((2430, 254), 3, None),  # parts of two lengths
+    ],
 )
 @pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(3, 1, 24)], ids=str)
 def test_windows_in_one_launch(lengths: tuple[int, ...], width: int, window: int | None, heads: HeadShape) -> None:
@@ -188,7 +191,7 @@ def test_windows_in_one_launch(lengths: tuple[int, ...], width: int, window: int
         whole, apart = (ordered_tiling(q, caches[0], page_table, width, each) for each in (1, 10_000))
         wanted = attend_in_order(q, *expected, page_table, starts, positions, scale, whole, window, scales).flatten(1)
         torch.testing.assert_close(wanted, reference, **CLOSE)
-        for tiling in (whole, apart, apart._replace(splits=2), apart._replace(splits=1)):
+        for tiling in (whole, apart, *(apart._replace(splits=splits) for splits in (5, 2, 1))):
             written = [cache.clone() for cache in caches]
             found = attend_to_windows(*tensors[:4], *written, scale, tiling, window=window, scales=scales)
             assert torch.equal(found, wanted)
