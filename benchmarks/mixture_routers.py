@@ -10,30 +10,54 @@ and chooses among all by the steps of the engine's own, so that it takes as long
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from overlap_spec_kernels import Routing
 from overlap_spec_kernels.experts.route import (
+    ROW_SOURCE,
     Common,
     Rows,
     add_common,
     chosen_by,
     logits_of_row,
     ranked,
+    route_row,
     router_logits_reference,
     row_of_program,
+    takes_row,
     with_common,
     written,
 )
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, runs_triton
+from overlap_spec_kernels.nvrtc import CudaCode
 from torch import Tensor
 
 UNIFORM, ZIPF, SHARED = "uniform", "zipf", "shared"
 BONUS = 1000.0  # more than logits differ by
 STEPS = 64  # that have experts of their own; then they come again
+
+
+class Drawn(ctypes.Structure):
+    """`Drawn` of drawn_row.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "step", "last")),
+        *(("steps", ctypes.c_int), ("most", ctypes.c_int), ("bonus", ctypes.c_float)),
+    )
+
+
+@functools.cache
+def _row_code() -> CudaCode:
+    """Of drawn_row.cu, which includes headers of the package."""
+    paths = (ROW_SOURCE.with_name(name) for name in ("route_row.cuh", "bfloat16.cuh"))
+    headers = tuple((path.name, path.read_text()) for path in paths)
+    return CudaCode(Path(__file__).with_name("drawn_row.cu"), headers=headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +88,10 @@ class InjectedChoice:
         return with_common(Routing(experts, moved.gather(1, experts).softmax(1)), x, common)
 
     def _choose_triton(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
+        if takes_row(x, weight, self.top_k):
+            places = (each.data_ptr() for each in (self.table, self.step, self.last))
+            drawn = Drawn(*places, len(self.table), self.table.shape[1], BONUS)
+            return route_row(x, weight, self.top_k, True, common, moving=(_row_code(), drawn))
         return chosen_by(
             choose_drawn_kernel,
             x,

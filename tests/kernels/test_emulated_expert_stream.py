@@ -1,4 +1,4 @@
-"""The products of experts in float8 for few rows, expert_stream.cu, in the emulator against float64 products."""
+"""Kernels of experts in CUDA C++ for few rows in the emulator: products, against float64 products, and the router."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emulators.cuda import CudaEmulator, guarded
+from mixture_routers import Routers, _row_code
 from overlap_spec_kernels import Norm, QuantizedStack, Routing
-from overlap_spec_kernels.experts import quantized_products, quantized_streams as products, sum_of_experts as rows
+from overlap_spec_kernels.experts import (
+    quantized_products,
+    quantized_streams as products,
+    route,
+    sum_of_experts as rows,
+)
 from overlap_spec_kernels.experts.experts_mlp import _experts_add_triton, experts_add_reference
 from overlap_spec_kernels.experts.products import Places
 from overlap_spec_kernels.experts.stacks import matrix_of
@@ -279,6 +285,102 @@ def test_one_row_compiles(bits: int) -> None:
     assert rows._gate_kernel(sizes, place)._code._compile()
     if bits == 4:
         assert rows._down_kernel(2048, 768, 8, False, False, place)._code._compile()
+
+
+@pytest.fixture
+def router(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    caches = route._row_kernel, route._row_words
+    for cache in caches:
+        cache.cache_clear()
+    cuda_emulator.install(monkeypatch, route)
+    monkeypatch.setattr(route, "runs_hopper", lambda device: True)
+    yield cuda_emulator
+    for cache in caches:
+        cache.cache_clear()
+
+
+def row_to_route() -> Unscaled:
+    values, factors = torch.randn(1, 2048).to(BFLOAT), torch.rand(2048).to(BFLOAT)
+    squares = values.float().square().view(1, -1, 16).sum(2).t().contiguous()
+    return Unscaled(
+        Normed(values, guarded(values * factors), guarded(squares), 1e-6), torch.full_like(values, torch.nan)
+    )
+
+
+# experts, those of a row, whether weights are normalised, a bias, an expert of all rows, its share of x
+ROUTERS = {
+    "128": (128, 8, True, False, False, False),
+    "128, biased, one that all rows have": (128, 6, False, True, True, False),
+    "512, of which a row has 16": (512, 16, True, False, False, False),
+    "512, one that all rows have, with a weight": (512, 10, True, False, True, True),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_router_of_one_row(router: CudaEmulator, name: str) -> None:
+    """It scales the row and writes it. Of equal experts the lower ones are chosen; of a row that is NaN the first."""
+    experts, top_k, normalised, biased, has_common, has_share = ROUTERS[name]
+    share = torch.randn(1, 2048).to(BFLOAT) / 40 if has_share else None
+    common, bias = route.Common(experts, share) if has_common else None, torch.randn(experts).to(BFLOAT)
+    for seed in range(3):
+        x = row_to_route()
+        of = x.of
+        assert of.squares is not None
+        scaled, weight = normalised_reference(of, of.squares), torch.randn(experts, 2048) / 40
+        weight[[3, 7, 90]] = scaled.float() / 200
+        if seed == 2:
+            of.weighted[0, 1000] = torch.nan
+        given = guarded(weight.to(BFLOAT)), top_k, normalised
+        router.seed, router.written_before = seed, [of.weighted, of.squares]
+        assert route.takes_row(x, given[0], top_k)
+        found = route._route_triton(x, *given, bias if biased else None, common)
+        expected = route.route_reference(x.rows, *given, bias if biased else None, common)
+        assert torch.equal(found.experts, expected.experts)
+        torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
+        assert torch.equal(x.rows.nan_to_num(), normalised_reference(of, of.squares).nan_to_num())
+        assert route._row_words(x.rows.device)[0] == seed + 1
+
+
+def test_a_row_whose_experts_were_drawn(router: CudaEmulator) -> None:
+    """By the router of benchmarks, in the order of their logits."""
+    x, weight, common = row_to_route(), torch.randn(128, 2048).to(BFLOAT), route.Common(128)
+    choice = Routers(2, 128, 8, 3, torch.device("cpu")).choices[1]
+    choice.step.fill_(69)
+    found, last = choice._choose_triton(x, weight, common), choice.last[0].clone()
+    expected = choice._choose(x.rows, weight, common)
+    assert torch.equal(found.experts, expected.experts) and torch.equal(last, choice.last[0])
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=1e-6)
+
+
+def test_which_routers_of_one_row_are_others(router: CudaEmulator) -> None:
+    """A row that is scaled already, several rows, another type, other sizes, more experts of a row."""
+    x, weight = row_to_route(), torch.zeros(128, 2048, dtype=BFLOAT)
+    of = x.of
+    assert of.squares is not None and route.takes_row(x, weight, 16)
+    twice = Normed(of.values.expand(2, -1), of.weighted.expand(2, -1), of.squares, of.eps)
+    several = Unscaled(twice, x.rows.expand(2, -1))
+    short = Unscaled(of._replace(weighted=of.weighted[:, :1024], squares=of.squares[:64]), x.rows[:, :1024])
+    for given, matrix, top_k in (
+        (x.rows, weight, 8),
+        (several, weight, 8),
+        (short, weight[:, :1024], 8),
+        (x._replace(of=of._replace(squares=of.squares[:64])), weight, 8),
+        (x, weight.half(), 8),
+        (x, weight[:120], 8),
+        (x, torch.zeros(256, 2048, dtype=BFLOAT), 8),
+        (x, weight, 17),
+    ):
+        assert not route.takes_row(given, matrix, top_k)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("experts", [128, 512])
+def test_the_router_of_one_row_compiles(experts: int) -> None:
+    """For a real GPU, and that of benchmarks."""
+    names = {"HIDDEN": 2048, "EXPERTS": experts, "TOP_K": 8, "SHARED": True, "NORMALISED": True, "BIASED": False}
+    for code in (route.CudaCode(route.ROW_SOURCE), _row_code()):
+        assert route._row_kernel(code, tuple(names.items()), torch.device("meta"))._code._compile()
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -8,12 +8,16 @@ it, and however many:
                   their numbers, adds, and chooses
     more rows     a program for each part and tile of rows and experts; then one for each row, which adds, and chooses
     many rows     a program for each tile of rows and experts, which adds as well; then one for each row, which chooses
+
+One row of 2,048 columns with 128 or 512 experts has a kernel in CUDA C++ on Hopper, with the same bits: `route_row`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +33,11 @@ from overlap_spec_kernels.launch import (
     require,
     runs_triton,
     shared_words,
+    shared_zeros,
     warps_for,
-)
+)  # fmt: skip
 from overlap_spec_kernels.norm.normed import Normed, Unscaled, scale_of_row
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 _FEW_ROWS, _MANY_ROWS = 32, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
@@ -40,6 +46,9 @@ _PART = 128  # columns
 _PROGRAMS = 128  # of a tile of few rows, where each has some parts
 _MOST_SHARE = 4  # parts of a program, whose weights it holds
 _MAX_EXPERTS = 1024
+ROW_SOURCE = Path(__file__).parent / "cuda" / "route_row.cu"
+_ROW_SIZE, _ROW_EXPERTS, _MOST_CHOSEN = 2048, (128, 512), 16  # that `route_row` has
+_ROW_PROGRAMS = 128  # with experts
 _ABSENT = -1  # bits of a number that is not there yet: a NaN that no product is
 
 
@@ -136,8 +145,57 @@ def with_common(routing: Routing, x: Tensor, common: Common | None) -> Routing:
 def _route_triton(
     x: Rows, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
 ) -> Routing:
+    if takes_row(x, weight, top_k):
+        return route_row(x, weight, top_k, normalised, common, bias)
     given = (weight if bias is None else bias,)
     return chosen_by(_route_kernel, x, weight, top_k, given, common, NORMALISED=normalised, BIASED=bias is not None)
+
+
+class Row(ctypes.Structure):
+    """`Work` of route_row.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "squares", "weight", "bias", "share", "words", "rows", "experts")),
+        *(("weights", ctypes.c_void_p), ("eps", ctypes.c_float), ("common", ctypes.c_int)),
+    )
+
+
+def takes_row(x: Rows, weight: Tensor, top_k: int) -> TypeGuard[Unscaled]:
+    """Whether `route_row` takes these: one row that it scales, of sizes in whose order it adds up."""
+    if not isinstance(x, Unscaled) or x.of.squares is None:
+        return False
+    fits = weight.shape[1] == _ROW_SIZE and len(weight) in _ROW_EXPERTS and top_k <= _MOST_CHOSEN
+    whole = len(x.rows) == 1 and len(x.of.squares) == _ROW_SIZE // 16 and x.of.weighted.data_ptr() % 16 == 0
+    return fits and whole and weight.dtype == torch.bfloat16 and runs_hopper(weight.device)
+
+
+def route_row(
+    x: Unscaled, weight: Tensor, top_k: int, normalised: bool, common: Common | None, bias: Tensor | None = None,
+    moving: tuple[CudaCode, ctypes.Structure] | None = None,
+) -> Routing:  # fmt: skip
+    """See `route`: of one row, on Hopper. `moving`: a source that moves logits, and what it takes. Sync: never."""
+    columns, device = top_k if common is None else top_k + 1, weight.device
+    experts, weights = (torch.empty((1, columns), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    expert, share = common or (0, None)
+    given = x.of.weighted, x.of.squares, weight, bias, share, _row_words(device), x.rows, experts, weights
+    work = Row(*(None if each is None else each.data_ptr() for each in given), x.of.eps, expert)
+    code, arguments = (CudaCode(ROW_SOURCE), (work,)) if moving is None else (moving[0], (work, moving[1]))
+    names = {"HIDDEN": _ROW_SIZE, "EXPERTS": len(weight), "TOP_K": top_k, "SHARED": common is not None}
+    names |= {"NORMALISED": normalised, "BIASED": bias is not None}
+    _row_kernel(code, tuple(names.items()), device).launch(_ROW_PROGRAMS + 1, arguments)
+    return Routing(experts, weights)
+
+
+@functools.cache
+def _row_kernel(code: CudaCode, names: tuple[tuple[str, int], ...], device: torch.device) -> CudaKernel:
+    defines, threads = tuple(f"{name}={int(value)}" for name, value in names), max(128, dict(names)["EXPERTS"] // 2)
+    return CudaKernel(code._replace(defines=defines), "route_row", threads, 0)
+
+
+@functools.cache
+def _row_words(device: torch.device) -> Tensor:
+    """The number of the last launch, and its logits. Shapes: -> [4 + 2 E] i32."""
+    return shared_zeros(4 + 2 * _ROW_EXPERTS[-1], device)
 
 
 def chosen_by(
@@ -161,14 +219,7 @@ def chosen_by(
     block, (expert, factors) = next_power_of_2(num_experts), common or (0, None)
     programs = tiles * ceil_div(parts, share) * ceil_div(num_rows, _BLOCK) if is_alone else 0
     kernel[(programs + num_rows,)](
-        x,
-        weight,
-        partial,
-        x.stride(0),
-        num_rows,
-        squares,
-        out,
-        eps,
+        *(x, weight, partial, x.stride(0), num_rows, squares, out, eps),
         *arguments,
         experts,
         weights,
@@ -203,22 +254,14 @@ def row_parts(size: int, device: torch.device) -> Tensor:
     return shared_words(_FEW_ROWS * size, device, _ABSENT).view(torch.float32)
 
 
-def _empty(parts: int, x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty((parts, len(x), len(weight)), dtype=torch.float32, device=x.device)
-
-
 def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Logits in parts, of many rows in one. Shapes: -> [parts, T, E] f32."""
     (num_rows, size), num_experts = x.shape, len(weight)
     parts, is_split, is_wide = ceil_div(size, _PART), num_rows < _MANY_ROWS, x.element_size() > 2
     block = _BLOCK if is_split or is_wide else _LARGE_BLOCK if num_rows < _MOST_ROWS else _LARGEST_BLOCK
-    partial = _empty(parts if is_split else 1, x, weight)
+    partial = torch.empty((parts if is_split else 1, num_rows, num_experts), dtype=torch.float32, device=x.device)
     router_logits_kernel[(ceil_div(num_experts, block), ceil_div(num_rows, block), len(partial))](
-        x,
-        weight,
-        partial,
-        x.stride(0),
-        num_rows,
+        *(x, weight, partial, x.stride(0), num_rows),
         SIZE_K=size,
         EXPERTS=num_experts,
         PARTS=1 if is_split else parts,

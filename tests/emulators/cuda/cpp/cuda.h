@@ -197,6 +197,32 @@ T __shfl_up_sync(u32 mask, T value, u32 step, int width = 32) {
     return emulated_shuffle("__shfl_up_sync", mask, value, emulator::current->lane - static_cast<int>(step), width);
 }
 
+template <class Add>
+int emulated_reduction(const char* what, u32 mask, int value, Add add) {
+    struct Operand {
+        int given, result;
+    } operand{value, value};
+    emulator::together(what, mask, &operand, [&](void** operands) {
+        bool begun = false;
+        int sum = 0;
+        for (int lane = 0; lane < 32; ++lane) {
+            if (!(mask >> lane & 1)) continue;
+            int given = static_cast<Operand*>(operands[lane])->given;
+            sum = begun ? add(sum, given) : given;
+            begun = true;
+        }
+        for (int lane = 0; lane < 32; ++lane)
+            if (mask >> lane & 1) static_cast<Operand*>(operands[lane])->result = sum;
+    });
+    return operand.result;
+}
+inline int __reduce_max_sync(u32 mask, int value) {
+    return emulated_reduction("__reduce_max_sync", mask, value, [](int a, int b) { return a > b ? a : b; });
+}
+inline int __reduce_add_sync(u32 mask, int value) {
+    return emulated_reduction("__reduce_add_sync", mask, value, [](int a, int b) { return a + b; });
+}
+
 inline u32 __ballot_sync(u32 mask, bool value) {
     struct Operand {
         bool given;
