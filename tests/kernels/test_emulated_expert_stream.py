@@ -316,7 +316,9 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith("16") else ()) for name in ROUTERS]
+)
 def test_the_router_of_one_row(router: CudaEmulator, name: str) -> None:
     """It scales the row and writes it. Of equal experts the lower ones are chosen; of a row that is NaN the first."""
     experts, top_k, normalised, biased, has_common, has_share = ROUTERS[name]
