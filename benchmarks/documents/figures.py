@@ -167,6 +167,11 @@ def _constrained(results: Results, batch: int) -> str:
     return f"{next(row['ratio'] for row in rows if row['batch'] == batch):.2f}"
 
 
+def _of_hybrids(results: Results, kind: str, name: str) -> int:
+    """A count of all their runs."""
+    return sum(run[name] for run in results["hybrid_proofs_h200"][kind])
+
+
 def _planted_audits(results: Results, rate: str) -> list[Report]:
     """Runs with planted errors at an audit rate, one entry for each plant."""
     entries = results["full_tests_cpu"].items()
@@ -265,6 +270,10 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",
     "soak-audited": lambda results: f"{results['audit_soak_h200']['audit']['figures']['tokens']:,}",
     "soak-faults": lambda results: str(results["audit_soak_h200"]["audit"]["figures"]["faults"]),
+    "hybrid-audited": lambda results: f"{_of_hybrids(results, 'audits', 'tokens'):,}",
+    "hybrid-faults": lambda results: str(_of_hybrids(results, "audits", "faults")),
+    "hybrid-recovered": lambda results: str(_of_hybrids(results, "recoveries", "equal")),
+    "hybrid-kills": lambda results: str(_of_hybrids(results, "recoveries", "kills")),
     "fuzzed-requests": lambda results: f"{results['fuzz_cpu']['fuzzed_http']['figures']['cases']:,}",
     "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
     "attacks": lambda results: str(len(results["attacks_cpu"]["attacks"]["cases"])),
