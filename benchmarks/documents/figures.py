@@ -213,7 +213,7 @@ def _fails_from(results: Results) -> str:
 
 def _price(results: Results, model: str, kind: str) -> str:
     """The largest price of the flag of one order, rounded up, with equal methods."""
-    cells = f"{model} plain", f"{model} chain", f"{model} plain, fp8"
+    cells = f"{model} plain", f"{model} chain", f"{model} plain, fp8", f"{model} chain, fp8"
     rows = results["deterministic_price_h200"]["rows"]
     return at_most(max(row["price"] for row in rows if row["kind"] == kind and row["cell"] in cells), 2)
 
