@@ -16,7 +16,7 @@ from documents.own import own_reports
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
 from documents.result_tables import DEFAULT_NUMBERS, MARKED, recorded
-from documents.side_by_side import DEFAULTS, FILES as SIDE_BY_SIDE
+from documents.side_by_side import FILES as SIDE_BY_SIDE, GRID, cells_of
 from documents.two_gpus import FILES as TWO_GPUS
 
 Report = dict[str, Any]
@@ -193,12 +193,18 @@ def _replies(results: Results) -> list[Report]:
 
 
 def _plain_again(results: Results) -> str:
-    """How far plain decoding is from itself, measured again, in the calls that are shown with default numbers."""
-    reports = (results[name.removesuffix(".json")] for name in DEFAULTS.values())
-    again = [
-        row["over_plain"]["call"]["again"] for report in reports for row in report["rows"] if row["kind"] == "cell"
-    ]
-    return f"{at_most(max(abs(100 * ratio - 100) for ratio in again))}%"
+    """How far plain decoding is below itself in calls that were repeated while batches grew and shrank."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in (row for row in results[GRID.removesuffix(".json")]["rows"] if row["kind"] == "turns"):
+        for batch, speed in zip(row["batch"], row["plain"], strict=True):
+            found.setdefault((row["case"], batch), []).append(speed)
+    return f"{at_most(max(100 - 100 * min(speeds) / max(speeds) for speeds in found.values()), 1)}%"
+
+
+def _grid_least(results: Results, kinds: Sequence[str]) -> str:
+    """The least of these calls with default numbers over plain decoding, rounded down."""
+    grid = results[GRID.removesuffix(".json")]
+    return at_least(min(ratio for kind in kinds for *_, ratio in cells_of(grid, kind)), 2)
 
 
 def _forced(results: Results, proposed: bool) -> str:
@@ -303,6 +309,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "replies-invalid": lambda results: str(sum(row["requests"] - row["valid"] for row in _replies(results))),
     "replies-faults": lambda results: str(sum(row["different"]["fault"] for row in _replies(results))),
     "plain-again": _plain_again,
+    "grid-turns": partial(_grid_least, kinds=("turns",)),
+    "grid-arrivals": partial(_grid_least, kinds=("arrivals",)),
     "commits": lambda results: f"{len(results.commits):,}",
     "first-commit": lambda results: results.commits[0],
     "last-commit": lambda results: results.commits[-1],

@@ -1,8 +1,9 @@
 """Tables that show several result files side by side: parts of a step, features of requests, default numbers."""
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,18 @@ Lines = list[list[str]]
 
 STEPS = {"SmolLM2": "step_h200.json", "8B": "step_8b_h200.json"}
 FEATURES = {"SmolLM2": "feature_costs_h200.json", "8B": "feature_costs_8b_h200.json"}
-DEFAULTS = {"2.5": "never_slower_8b_2.5_h200.json", "1.3": "never_slower_8b_1.3_h200.json"}
-OTHER_DRAFTS = {"answers of 256 at 2.5": "default_drafters_h200.json"}
-DRAFTS = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
-FILES = (*STEPS.values(), *FEATURES.values(), *DEFAULTS.values(), *OTHER_DRAFTS.values())
+GRID = "never_slower_h200.json"
+DEFAULTS = {"all but the last three": GRID, "the last three": "default_drafters_h200.json"}
+DRAFTS = {
+    **{f"8b-{mean}": f"8B, EAGLE-3, {mean}" for mean in ("3.5", "2.5", "1.3")},
+    **{"8b-standalone": "8B, STANDALONE of 1B, 2.5", "eagle3-chat": "SmolLM2, EAGLE-3, chats"},
+    **{"ngram-chat": "SmolLM2, n-grams, chats", "ngram-copy": "SmolLM2, n-grams, copies"},
+    **{"dflash": "8B, DFlash, 2.5", "dspark": "8B, DSpark, 2.5"},
+    **{"peagle": "8B, P-EAGLE, 2.5"},
+}
+ANSWERS = (64, 256)
+DRAFT_BATCHES = (1, 8, 24, 32, 100, 128, 200, 256)
+FILES = (*STEPS.values(), *FEATURES.values(), *DEFAULTS.values())
 
 
 def step_lines(reports: Sequence[Report]) -> Lines:
@@ -45,45 +54,52 @@ def feature_lines(reports: Sequence[Report]) -> Lines:
 
 
 def default_lines(reports: Sequence[Report]) -> Lines:
-    """tok/s of whole calls over plain decoding's, by batch and by the length of answers; then those of other drafts."""
-    first = [row for row in reports[0]["rows"] if row["kind"] == "cell"]
-    batches, lengths = (sorted({row[key] for row in first}) for key in ("batch", "num_tokens"))
-    columns = [
-        {row["batch"]: row["over_plain"]["call"]["default"] for row in report["rows"]
-         if (row["kind"], row[key]) == ("cell", wanted)}
-        for report in reports
-        for key, wanted in (
-            [("case", draft) for draft in DRAFTS] if report.get("benchmark") == "default_drafters"
-            else [("num_tokens", length) for length in lengths]
-        )
-    ]  # fmt: skip
+    """tok/s of whole calls over plain decoding's: a line for each draft; cells have those of short answers first."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for case, batch, num_tokens, ratio in itertools.chain(*map(cells_of, reports)):
+        found.setdefault(case, {}).setdefault(batch, {})[num_tokens] = ratio
     return [
-        [str(batch), *(against_plain(ratios[batch]) if batch in ratios else "" for ratios in columns)]
-        for batch in batches
+        [DRAFTS[case], *(_pair(found[case].get(batch, {})) for batch in DRAFT_BATCHES)]
+        for case in DRAFTS
+        if case in found
     ]
+
+
+def _pair(ratios: Mapping[int, float]) -> str:
+    shown = [against_plain(ratios[each]).removesuffix(" slower") if each in ratios else "-" for each in ANSWERS]
+    return ", ".join(shown) if ratios else ""
+
+
+def cells_of(report: Report, kind: str = "cell", of: str = "call") -> Iterator[tuple[str, int, int, float]]:
+    """Case, requests, tokens of an answer and tok/s over plain decoding's of every call of a kind."""
+    for row in report["rows"]:
+        if row["kind"] != kind:
+            continue
+        if isinstance(row["batch"], list):
+            yield from ((row["case"], *call) for call in zip(row["batch"], row["num_tokens"], row[of], strict=True))
+        else:
+            yield row["case"], row["batch"], row["num_tokens"], row["over_plain"][of]["default"]
 
 
 @dataclass(frozen=True)
 class SideBySide:
     """A table with a group of columns for each file. `files`: by the group's name. `first`: heads the first column.
 
-    `own`: the columns of a group that has others.
+    `grouped`: whether each group has these columns; else all have them in common.
     """
 
     files: Mapping[str, str]
     first: str
     columns: tuple[str, ...]
     lines: Callable[[Sequence[Report]], Lines]
-    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    grouped: bool = True
 
 
 TABLES = {
     "step-parts": SideBySide(STEPS, "batch 1", ("ms (share of step)",), step_lines),
     "feature-costs": SideBySide(FEATURES, "requests", ("step, ms", "over the first"), feature_lines),
     "default-numbers": SideBySide(
-        DEFAULTS | OTHER_DRAFTS,
-        *("batch", ("answers of 64", "answers of 256"), default_lines),
-        dict.fromkeys(OTHER_DRAFTS, tuple(DRAFTS.values())),
+        *(DEFAULTS, "requests", tuple(map(str, DRAFT_BATCHES)), default_lines), grouped=False
     ),
 }
 
@@ -92,15 +108,7 @@ def side_by_side(name: str, results: Path) -> str:
     """The table of that name, with its files below it. Raises: KeyError for a name that is not known."""
     shown = TABLES[name]
     reports = {file: json.loads((results / file).read_text()) for file in shown.files.values()}
-    columns = [(group, column) for group in shown.files for column in shown.own.get(group, shown.columns)]
-    head = [shown.first, *(f"{group}, {column}" for group, column in columns)]
-    names = {file: [group for group, own in shown.files.items() if own == file] for file in reports}
-    origins = [f"- {', '.join(names[file])}: {described(results / file, reports[file])}" for file in reports]
-    groups = [of_group(group, reports[file]) for group, file in shown.files.items()]
-    return "\n".join([table(head, shown.lines(groups)), "", *origins])
-
-
-def of_group(group: str, report: Report) -> Report:
-    """The report without the rows of other acceptances, if it has some."""
-    own = [row for row in report.get("rows", ()) if row.get("case") == f"8b-{group}"]
-    return report | {"rows": own} if own else report
+    columns = [f"{group}, {column}" for group in shown.files for column in shown.columns]
+    head = [shown.first, *(columns if shown.grouped else shown.columns)]
+    origins = [f"- {group}: {described(results / file, reports[file])}" for group, file in shown.files.items()]
+    return "\n".join([table(head, shown.lines(list(reports.values()))), "", *origins])

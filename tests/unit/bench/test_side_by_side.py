@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents.side_by_side import TABLES, SideBySide, default_lines, feature_lines, of_group, side_by_side, step_lines
+from documents.side_by_side import DEFAULTS, TABLES, cells_of, default_lines, feature_lines, side_by_side, step_lines
 
 from overlap_spec.runtime.source import PARTS, Source
 
@@ -19,38 +19,44 @@ def cell(batch: int, num_tokens: int, call: float, kind: str = "cell") -> dict[s
 
 
 def test_calls_that_are_slower_than_plain_decoding_are_marked() -> None:
-    turns = [cell(8, 64, 9, "turn 0"), cell(24, 64, 9, "turn 1")]
-    good = {"rows": [cell(8, 256, 1.5), cell(8, 64, 1.2), cell(1, 64, 2.0), cell(1, 256, 2.1), *turns]}
-    bad = {"rows": [cell(1, 64, 1.0), cell(1, 256, 1.1), cell(8, 64, 0.97), cell(8, 256, 0.99)]}
-    assert default_lines([good, bad]) == [
-        ["1", "2.00", "2.10", "1.00", "1.10"],
-        ["8", "1.20", "1.50", "**0.97** slower", "**0.99** slower"],
+    cells = {"kind": "cell", "batch": [8, 8, 1], "num_tokens": [256, 64, 64], "call": [1.5, 0.97, 2.0]}
+    rows = [cells | {"case": "8b-2.5"}, cells | {"case": "8b-2.5", "kind": "fixed 4", "call": [9, 9, 9]}]
+    others = [
+        cell(8, 256, 1.25) | {"case": "dspark"},
+        cell(1, 256, 0.9) | {"case": "peagle"},
+        cell(1, 256, 9) | {"case": "eagle3"},
     ]
-    others = [cell(8, 256, 1.25) | {"case": "dspark"}, cell(1, 256, 0.9) | {"case": "eagle3"}]
-    assert default_lines([good, {"benchmark": "default_drafters", "rows": others}]) == [
-        ["1", "2.00", "2.10", "", "", "", "**0.90** slower"],
-        ["8", "1.20", "1.50", "", "1.25", "", ""],
+    assert default_lines([{"rows": rows}, {"rows": others}]) == [
+        ["8B, EAGLE-3, 2.5", "2.00, -", "**0.97**, 1.50", *[""] * 6],
+        ["8B, DSpark, 2.5", "", "-, 1.25", *[""] * 6],
+        ["8B, P-EAGLE, 2.5", "-, **0.90**", *[""] * 7],
     ]
 
 
-def test_a_group_of_default_numbers_has_the_rows_of_its_acceptance() -> None:
-    rows = [cell(8, 64, 1.5) | {"case": "8b-2.5"}, cell(8, 64, 1.0) | {"case": "8b-1.3"}]
-    assert of_group("1.3", {"rows": rows})["rows"] == rows[1:]
-    assert of_group("answers of 256 at 2.5", {"rows": rows})["rows"] == rows
+def test_calls_have_the_speed_that_is_asked_for() -> None:
+    row = {
+        "case": "a",
+        "kind": "turns",
+        "batch": [1, 8],
+        "num_tokens": [64, 256],
+        "call": [1.0, 2.0],
+        "engine": [3.0, 4.0],
+    }
+    assert [*cells_of({"rows": [row]}, "turns", "engine")] == [("a", 1, 64, 3.0), ("a", 8, 256, 4.0)]
 
 
-def test_a_file_of_several_groups_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = SideBySide({"2.5": "a.json", "1.3": "a.json"}, "batch", ("64", "256"), default_lines)
-    monkeypatch.setitem(TABLES, "grid", shown)
+def test_a_table_whose_files_share_columns_names_them_once(tmp_path: Path) -> None:
     rows = [
-        cell(8, length, call) | {"case": case}
-        for case, call in (("8b-2.5", 1.5), ("8b-1.3", 1.0))
-        for length in (64, 256)
+        cell(8, length, call) | {"case": case} for case, length, call in (("8b-2.5", 64, 1.5), ("8b-1.3", 256, 1.0))
     ]
-    (tmp_path / "a.json").write_text(json.dumps({"rows": rows, "run": RUN}))
-    lines = side_by_side("grid", tmp_path).splitlines()
-    assert lines[2] == "| 8 | 1.50 | 1.50 | 1.00 | 1.00 |"
-    assert [line.partition(": ")[0] for line in lines if line.startswith("- ")] == ["- 2.5, 1.3"]
+    for file in DEFAULTS.values():
+        (tmp_path / file).write_text(json.dumps({"rows": rows, "run": RUN}))
+    lines = side_by_side("default-numbers", tmp_path).splitlines()
+    assert lines[0] == "| requests | 1 | 8 | 24 | 32 | 100 | 128 | 200 | 256 |"
+    assert lines[2:4] == [
+        "| 8B, EAGLE-3, 2.5 |  | 1.50, - |  |  |  |  |  |  |",
+        "| 8B, EAGLE-3, 1.3 |  | -, 1.00 |  |  |  |  |  |  |",
+    ]
 
 
 def test_features_are_of_single_requests() -> None:
