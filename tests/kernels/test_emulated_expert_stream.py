@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -149,16 +150,22 @@ def test_it_compiles() -> None:
     )._code._compile()
 
 
+def running(
+    emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, module: ModuleType, *caches: Any
+) -> Iterator[CudaEmulator]:
+    """Hopper's kernels of a module in the emulator. `caches`: of what it makes once, emptied before and behind."""
+    for cache in caches:
+        cache.cache_clear()
+    emulator.install(monkeypatch, module)
+    monkeypatch.setattr(module, "runs_hopper", lambda device: True)
+    yield emulator
+    for cache in caches:
+        cache.cache_clear()
+
+
 @pytest.fixture
 def one_row(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    caches = rows._gate_kernel, rows._down_kernel
-    for cache in caches:
-        cache.cache_clear()
-    cuda_emulator.install(monkeypatch, rows)
-    monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
-    yield cuda_emulator
-    for cache in caches:
-        cache.cache_clear()
+    yield from running(cuda_emulator, monkeypatch, rows, rows._gate_kernel, rows._down_kernel)
 
 
 def stack_in_4_bits(experts: int, *shape: int) -> QuantizedStack:
@@ -289,14 +296,7 @@ def test_one_row_compiles(bits: int) -> None:
 
 @pytest.fixture
 def router(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    caches = route._row_kernel, route._row_words
-    for cache in caches:
-        cache.cache_clear()
-    cuda_emulator.install(monkeypatch, route)
-    monkeypatch.setattr(route, "runs_hopper", lambda device: True)
-    yield cuda_emulator
-    for cache in caches:
-        cache.cache_clear()
+    yield from running(cuda_emulator, monkeypatch, route, route._row_kernel, route._row_words)
 
 
 def row_to_route() -> Unscaled:
