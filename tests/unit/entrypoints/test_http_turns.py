@@ -57,7 +57,7 @@ class Parsed:
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
+def parsed(no_collections: None, monkeypatch: pytest.MonkeyPatch) -> Parsed:
     return Parsed(monkeypatch)
 
 

@@ -262,6 +262,7 @@ def test_kept_verdicts_are_bounded_by_bytes() -> None:
     assert not verdicts._kept and not verdicts._num_bytes
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_a_check_holds_up_the_loop_no_longer_than_a_moment(process: GrammarChecks) -> None:
     async def inner() -> float:
         checks, longest, before = sharing(process), 0.0, time.thread_time()

@@ -25,6 +25,7 @@ from overlap_spec.messages import (
     Tokenize,
 )
 
+pytestmark = pytest.mark.usefixtures("no_collections")
 TURN_S = 0.02  # of CPU time; the messages of 30 MiB took 25 to 115 ms
 CONVERSATION = [{"role": "user", "content": "x"}] * 1_300_000
 MANY = ChatPrompt([{"role": "user", "content": ["x"] * 250_000}])  # takes several turns to count

@@ -26,6 +26,7 @@ from overlap_spec.frontend.client_messages import (
 )
 from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Terms, TextPrompt, ToFrontendFromClient
 
+pytestmark = pytest.mark.usefixtures("no_collections")
 TURN_S = 0.02  # of CPU time: what a turn may take at most, on any machine
 
 

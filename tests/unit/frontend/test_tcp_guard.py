@@ -257,6 +257,7 @@ def test_last_words_of_a_client_that_leaves_arrive(tmp_path: Path) -> None:
     on_stage(scene, tmp_path, **TCP)
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_a_flood_of_tiny_frames_leaves_turns_to_others(tmp_path: Path) -> None:
     """The loop works on what has come for some milliseconds at once, whatever it is."""
     longest = 0.0
