@@ -44,7 +44,10 @@ import _tests_path
 import msgspec
 import torch
 from deterministic_price import measured_before
-from never_slower import PLAIN, Case, Load, Run, Together, accepting
+from grid.calls import Load
+from grid.cases import Case, accepting
+from grid.report import PLAIN, Run
+from never_slower import Together
 from support.plans import SlotPart, plan_of
 
 from overlap_spec.bench.latency import measure_latency

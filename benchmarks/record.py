@@ -98,6 +98,9 @@ def main(words: list[str], root: Path = ROOT, table: Parts = PARTS, machine: Mac
     if arguments.card and not arguments.list:
         parser.error("--card goes with --list")
     machine = Machine(arguments.card, "") if arguments.card else machine or find_machine()
+    if arguments.list and not machine.card:
+        cards = sorted({card for part in table for card in part.cards})
+        parser.error(f"no GPU: say whose parts with --card {' or '.join(cards)}")
     parts = parts_of(machine.card, table)
     site = site_of(root, root / RESULTS, machine, parts, arguments.limit_s)
     if arguments.list:

@@ -122,7 +122,7 @@ STEP = (
 SERVER = (*STEP, "overlap_spec/entrypoints", "overlap_spec/frontend")
 ROWS = ("benchmarks/real_traffic.py", "benchmarks/rows")
 TRAFFIC = "benchmarks/traffic.py"
-SLOWER = ("benchmarks/never_slower.py", "benchmarks/width_policy.py", TRAFFIC)  # it imports the others
+SLOWER = ("benchmarks/never_slower.py", "benchmarks/grid", "benchmarks/width_policy.py", TRAFFIC)  # what it imports
 SLOWER_CASES = {  # those that are measured by turns, seconds, rows
     "slower": ("8b-2.5,8b-1.3", 430, 84),
     "slower_more": ("8b-3.5,8b-standalone", 350, 61),

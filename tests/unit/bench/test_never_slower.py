@@ -11,38 +11,29 @@ from typing import Any, cast
 
 import adapt_draft
 import drafters
+import grid.calls
 import never_slower
 import pytest
 from drafters import Window, joined, rows_of, trained
-from never_slower import (
-    AGAIN,
+from grid.calls import WAVES, Load, Progress
+from grid.cases import (
     BATCHES,
     CONTEXT_LENGTH,
-    DEFAULT,
     FALLS,
     FIXED,
     FIXED_BATCHES,
     HIGH,
     LENGTHS,
     LOW,
-    PLAIN,
-    SPEEDS,
-    WAVES,
     Case,
-    Load,
-    Progress,
-    Run,
-    Together,
     accepting,
     drawn,
-    is_whole,
     known_cases,
     longest,
-    measure_defaults,
-    measure_fixed,
     of_one_method,
-    row_of,
 )
+from grid.report import AGAIN, DEFAULT, PLAIN, SPEEDS, Run, is_whole, row_of
+from never_slower import Together, measure_defaults, measure_fixed
 from records.parts import ROUNDS, SLOWER_CASES, grid_whole
 
 from overlap_spec.bench.workload import RANDOM
@@ -57,7 +48,7 @@ def played(report: dict[str, Any], output: Path | None = None, limit_s: float = 
 
 def test_speed_is_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0])
-    monkeypatch.setattr(never_slower.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(grid.calls.time, "perf_counter", lambda: next(clock))
     progress = Progress(400)
     for _ in range(100):
         progress.add(4)

@@ -79,6 +79,9 @@ class Tree:
         status = record.main(list(words), self.root, table, machine)
         return status, self._capsys.readouterr().out
 
+    def errors(self) -> str:
+        return self._capsys.readouterr().err
+
     def calls(self) -> list[str]:
         """Commands that were run since this was asked last."""
         path = self.root / "calls"
@@ -237,6 +240,9 @@ def test_what_is_refused_before_anything_runs(tree: Tree) -> None:
     (tree.root / "overlap_spec/worker.py").write_text("A = 3\n")
     words = f"the tree has changes that commit {head} does not have: commit them first; nothing is measured\n"
     assert tree.record() == (1, words)
+    with pytest.raises(SystemExit, match="2"):
+        tree.record("--list", machine=Machine("", ""))
+    assert "no GPU: say whose parts with --card h100 or h200\n" in tree.errors()
     assert tree.calls() == [] and not tree.results.exists()
 
 
