@@ -5,22 +5,11 @@ Numbers of rows do matter where another one chooses another order of sums: `BY_R
 named and has one order, or has more and is not named, is a failure; --enable-deterministic-inference needs it empty.
 """
 
-import random
 from collections.abc import Callable, Iterable
-from itertools import cycle
 
 import pytest
 import torch
-from kernel_cases.inputs import (
-    AttentionInputs,
-    DecodeInputs,
-    HeadShape,
-    attention_inputs,
-    decode_inputs,
-    to_device,
-)
 from overlap_spec_kernels import (
-    DecodeScratch,
     DenseWeight,
     Filters,
     Norm,
@@ -28,15 +17,10 @@ from overlap_spec_kernels import (
     OrderedQuantizedWeight,
     OrderedWeight,
     add_rms_norm,
-    decode_attention,
     filter_cutoff,
     gelu_mul,
     gumbel_argmax,
-    ordered_attention,
-    ordered_windows,
-    paged_attention,
     rms_norm,
-    rope_kv_write,
     silu_mul,
     top_tokens,
 )
@@ -46,50 +30,13 @@ from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import Packing, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from support.float4_weights import random_float4
-from support.invariance import NEIGHBOURS
+from support.invariance import Op, bits_by_count, judge
 from support.orders_of_sums import SHAPES
 from torch import Tensor
 
 COUNTS = (1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 TO_PROMPTS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 192, 256, 257, 512, 1024, 2048)
-SEEDS, PLACES = 4, 8
-BFLOAT, HALF, EIGHT = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-BY_ROWS = frozenset({"linears in 16 bits", "linears in fp8", "linears in int4", "decode attention", "paged attention"})
-Op = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
-
-
-def bits_by_count(op: Op, rows: Tensor, counts: tuple[int, ...] = COUNTS) -> list[int]:
-    """The numbers of rows with which the first row has other bits than with fewer. Shapes: rows [N, ..].
-
-    Raises: AssertionError where neighbours or the place change a row's bits.
-    """
-    begins: list[int] = []
-    known: list[list[Tensor]] = []
-    for count in counts:
-        found, tried = [], []
-        for seed in range(SEEDS):
-            rng, draws = random.Random(f"{count} {seed}"), torch.Generator(rows.device).manual_seed(1000 * count + seed)
-            for place, kind in zip(rng.choices(range(count), k=PLACES), cycle(NEIGHBOURS), strict=False):
-                others = torch.randint(1, len(rows), (count,), device=rows.device, generator=draws)
-                batch = NEIGHBOURS[kind](rows[others])
-                batch[place] = rows[0]
-                result = op(batch)
-                found.append([each[place].clone() for each in (result if isinstance(result, tuple) else (result,))])
-                tried.append(f"place {place}, neighbours {kind}")
-        # One wait for all of them: another process may have the GPU at each.
-        parts = [torch.stack(each).reshape(len(found), -1) for each in zip(*found, strict=True)]
-        same = torch.stack([((each == each[0]) & ~each.isnan()).all(1) for each in parts]).all(0).tolist()
-        assert all(same), f"{count} rows: {[what for what, is_same in zip(tried, same, strict=True) if not is_same]}"
-        among = [each[0] for each in parts]
-        if not any(all(map(torch.equal, among, other)) for other in known):
-            begins.append(count)
-            known.append(among)
-    return begins
-
-
-def judge(name: str, begins: list[list[int]]) -> None:
-    """`begins`: of the op's cases. `BY_ROWS` says whether some of them has more than one order."""
-    assert any(len(each) > 1 for each in begins) == (name in BY_ROWS), f"{name}: {begins}"
+BFLOAT, HALF = torch.bfloat16, torch.float16
 
 
 def ops_of(weight: LinearOperand, dtype: torch.dtype) -> dict[str, tuple[Op, bool]]:
@@ -343,161 +290,4 @@ def test_products_of_heads(sizes: tuple[int, int, int], dtype: torch.dtype) -> N
 @pytest.mark.parametrize("name", ROWWISE)
 def test_ops_on_rows(name: str) -> None:
     op, size = ROWWISE[name]
-    judge(name, [bits_by_count(op, torch.randn(300, size, device="cuda").to(BFLOAT))])
-
-
-HEADS = {"SmolLM2": HeadShape(9, 3, 64), "1B": HeadShape(32, 8, 64), "8B": HeadShape(32, 8, 128)}
-IN_ORDER = {"tiny": HeadShape(4, 2, 16), **HEADS, "Gemma 4": HeadShape(16, 2, 512)}
-WINDOWS = [model for model, heads in IN_ORDER.items() if heads.head_dim <= 256]  # which one launch takes
-LENGTHS = (700, 3, 130, 15, 2047, 900, 64, 1)
-
-
-def some(inputs: DecodeInputs, requests: list[int], last: bool) -> DecodeInputs:
-    """Requests of a step; `last`: only their last rows, whose keys before are in the cache."""
-    count = len(inputs.page_table)
-    index = torch.tensor(requests, device=inputs.qkv.device)
-    parts = [each.unflatten(0, (count, -1))[index] for each in (inputs.qkv, inputs.positions)]
-    qkv, positions = (part[:, -1:] if last else part for part in parts)
-    return inputs._replace(
-        qkv=qkv.flatten(0, 1).contiguous(),
-        positions=positions.flatten().contiguous(),
-        page_table=inputs.page_table[index].contiguous(),
-    )
-
-
-def classes_of_attention(
-    attend: Callable[[DecodeInputs], Tensor], heads: HeadShape, width: int, dtype: torch.dtype = BFLOAT
-) -> list[int]:
-    """How many results the last row of a request has: alone, in a window, beside 1 to 63 others."""
-    drawn_inputs = decode_inputs(heads, width, list(LENGTHS), 16, dtype, 128)
-    inputs = DecodeInputs(*(to_device(value, "cuda") for value in drawn_inputs))
-    attend(inputs)  # writes the keys of all rows
-    found: list[Tensor] = []
-    for others in (0, 1, 3, 7, 15, 31, 63):
-        for last in (False, True):
-            requests = [0, *(1 + i % (len(LENGTHS) - 1) for i in range(others))]
-            chosen = some(inputs, requests, last)
-            row = attend(chosen).unflatten(0, (len(requests), -1))[0, -1].clone()
-            assert row.isfinite().all()
-            if not any(torch.equal(row, each) for each in found):
-                found.append(row)
-    return list(range(len(found)))
-
-
-@pytest.mark.parametrize("model", HEADS)
-def test_decode_attention(model: str) -> None:
-    scratch = DecodeScratch.allocate(HEADS[model].head_dim, torch.device("cuda"))
-
-    def attend(inputs: DecodeInputs) -> Tensor:
-        *tensors, scale = inputs
-        return decode_attention(*tensors, scratch, scale)
-
-    judge("decode attention", [classes_of_attention(attend, HEADS[model], width) for width in (2, 4, 8)])
-
-
-@pytest.mark.parametrize("model", HEADS)
-def test_paged_attention(model: str) -> None:
-    heads = HEADS[model]
-
-    def attend(inputs: DecodeInputs) -> Tensor:
-        count, width = len(inputs.page_table), len(inputs.positions) // len(inputs.page_table)
-        q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
-        starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
-        caches = (inputs.k_cache.nan_to_num(), inputs.v_cache.nan_to_num())
-        given = (inputs.page_table, starts, inputs.positions, width, inputs.scale, True)
-        return paged_attention(q, *caches, *given).flatten(1)
-
-    judge("paged attention", [classes_of_attention(attend, heads, width) for width in (4, 64)])
-
-
-@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
-@pytest.mark.parametrize("model", IN_ORDER)
-def test_attention_in_one_order(model: str, dtype: torch.dtype, kept: torch.dtype | None) -> None:
-    heads = IN_ORDER[model]
-
-    def attend(inputs: DecodeInputs) -> Tensor:
-        return in_order(inputs, len(inputs.positions) // len(inputs.page_table), heads, kept)
-
-    judge("attention in one order", [classes_of_attention(attend, heads, width, dtype) for width in (1, 4, 16, 64)])
-
-
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
-@pytest.mark.parametrize("model", WINDOWS)
-def test_windows_in_one_launch(model: str, dtype: torch.dtype, kept: torch.dtype | None, window: int | None) -> None:
-    """It writes the keys and has the bits of two launches, whichever programs have the parts, again and again."""
-    heads = IN_ORDER[model]
-    for width, requests, early in ((1, 1, True), (1, 8, False), (1, 80, True), (4, 8, True), (16, 1, False)):
-        lengths = [LENGTHS[i % len(LENGTHS)] for i in range(requests)]
-        drawn_inputs = decode_inputs(heads, width, lengths, 16, dtype, 128)
-        qkv, cos_sin, positions, page_table, *caches, scale = (to_device(each, "cuda") for each in drawn_inputs)
-        caches = caches if kept is None else [cache.to(kept) for cache in caches]
-        written = [cache.clone() for cache in caches]
-        sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-        q, k, v = qkv.unflatten(1, (-1, heads.head_dim)).split(sizes, dim=1)
-        places = positions.view(requests, -1)
-        rows = (page_table.gather(1, places // 16).long() * 16 + places % 16).flatten()
-        q = rope_kv_write(q, k, v, cos_sin, positions, rows, *caches)
-        starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * width
-        places = (*caches, page_table, starts, positions)
-        expected = ordered_attention(q, *places, width, scale, window).flatten(1)
-        assert expected.isfinite().all()
-        for turn in range(5):
-            found = ordered_windows(qkv, cos_sin, positions, page_table, *written, scale, early, window)
-            assert torch.equal(found, expected), (width, requests, turn)
-        keys = zip(written, caches, strict=True)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in keys)
-
-
-def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, kept: torch.dtype | None = None) -> Tensor:
-    count = len(inputs.page_table)
-    q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
-    starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
-    caches = [cache.nan_to_num() for cache in (inputs.k_cache, inputs.v_cache)]
-    caches = caches if kept is None else [cache.to(kept) for cache in caches]
-    given = (inputs.page_table, starts, inputs.positions, width, inputs.scale)
-    return ordered_attention(q, *caches, *given).flatten(1)
-
-
-@pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
-@pytest.mark.parametrize("model", IN_ORDER)
-def test_rows_of_a_prompt_have_the_bits_of_rows_alone(
-    model: str, dtype: torch.dtype, kept: torch.dtype | None, window: int | None
-) -> None:
-    assert_bits_of_a_prompt(IN_ORDER[model], dtype, kept, window)
-
-
-@pytest.mark.parametrize(("window", "kept"), [(None, None), (128, None), (128, EIGHT)], ids=str)
-@pytest.mark.parametrize("heads", [HeadShape(64, 8, 64), HeadShape(4, 2, 16)], ids=["gpt-oss", "tiny"])
-def test_rows_with_sinks_have_the_bits_of_rows_alone(
-    heads: HeadShape, window: int | None, kept: torch.dtype | None
-) -> None:
-    sinks = torch.randn(heads.num_heads, device="cuda") * 3
-    assert_bits_of_a_prompt(heads, BFLOAT if kept is None else HALF, kept, window, sinks.to(BFLOAT))
-
-
-def assert_bits_of_a_prompt(
-    heads: HeadShape, dtype: torch.dtype, kept: torch.dtype | None, window: int | None, sinks: Tensor | None = None
-) -> None:
-    """A prompt at once, in chunks, and its rows in windows of 1 to 16, each with a page table as short as it may be."""
-    length, size = 5000, 16
-    given = attention_inputs(heads, [(0, length)], size, dtype)
-    whole = AttentionInputs(*(to_device(value, "cuda") for value in given))
-    if kept is not None:
-        whole = whole._replace(k_cache=whole.k_cache.to(kept), v_cache=whole.v_cache.to(kept))
-
-    def attend(first: int, count: int) -> Tensor:
-        part, pages = slice(first, first + count), -(-(first + count) // size)
-        starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
-        places = (whole.page_table[:, :pages].contiguous(), starts, whole.positions[part], count, whole.scale, window)
-        return ordered_attention(whole.q[part], whole.k_cache, whole.v_cache, *places, sinks=sinks)
-
-    expected = attend(0, length)
-    assert expected.isfinite().all() and expected[-1].abs().max() > 0
-    reference = paged_attention(*whole[:6], length, whole.scale, True, window, sinks=sinks)
-    torch.testing.assert_close(expected, reference, rtol=0.02, atol=0.01)
-    rng = random.Random(str(heads))
-    for count in (1, 2, 4, 7, 16, 33, 64, 100, 700):
-        for first in [*rng.sample(range(length - count), 12), length - count, 0, max(2048 - count, 0)]:
-            assert torch.equal(attend(first, count), expected[first : first + count]), (count, first)
+    judge(name, [bits_by_count(op, torch.randn(300, size, device="cuda").to(BFLOAT), COUNTS)])

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ NEIGHBOURS: dict[str, Callable[[Tensor], Tensor]] = {
     "NaN": lambda rows: torch.full_like(rows, torch.nan),
     "largest": lambda rows: torch.full_like(rows, torch.finfo(rows.dtype).max),
 }
+SEEDS, PLACES = 4, 8
+# Ops of which a row has other bits with more rows; none of them runs with --enable-deterministic-inference.
+BY_ROWS = frozenset({"linears in 16 bits", "linears in fp8", "linears in int4", "decode attention", "paged attention"})
 Op = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 
 
@@ -32,6 +36,39 @@ def differences(op: Op, rows: Tensor, seed: int = 0, counts: tuple[int, ...] = C
     alone = _results(op(rows[:1].clone()), 0)
     found = companies(rows, seed, counts)
     return [what for what, batch, place in found if not _same(_results(op(batch), place), alone)]
+
+
+def bits_by_count(op: Op, rows: Tensor, counts: tuple[int, ...]) -> list[int]:
+    """The numbers of rows with which the first row has other bits than with fewer. Shapes: rows [N, ..].
+
+    Raises: AssertionError where neighbours or the place change a row's bits.
+    """
+    begins: list[int] = []
+    known: list[list[Tensor]] = []
+    for count in counts:
+        found, tried = [], []
+        for seed in range(SEEDS):
+            rng, draws = random.Random(f"{count} {seed}"), torch.Generator(rows.device).manual_seed(1000 * count + seed)
+            for place, kind in zip(rng.choices(range(count), k=PLACES), cycle(NEIGHBOURS), strict=False):
+                others = torch.randint(1, len(rows), (count,), device=rows.device, generator=draws)
+                batch = NEIGHBOURS[kind](rows[others])
+                batch[place] = rows[0]
+                found.append(_results(op(batch), place))
+                tried.append(f"place {place}, neighbours {kind}")
+        # One wait for all of them: another process may have the GPU at each.
+        parts = [torch.stack(each).reshape(len(found), -1) for each in zip(*found, strict=True)]
+        same = torch.stack([((each == each[0]) & ~each.isnan()).all(1) for each in parts]).all(0).tolist()
+        assert all(same), f"{count} rows: {[what for what, is_same in zip(tried, same, strict=True) if not is_same]}"
+        among = [each[0] for each in parts]
+        if not any(all(map(torch.equal, among, other)) for other in known):
+            begins.append(count)
+            known.append(among)
+    return begins
+
+
+def judge(name: str, begins: list[list[int]]) -> None:
+    """`begins`: of the op's cases. `BY_ROWS` says whether some of them has more than one order."""
+    assert any(len(each) > 1 for each in begins) == (name in BY_ROWS), f"{name}: {begins}"
 
 
 def _results(found: Tensor | tuple[Tensor, ...], place: int) -> list[Tensor]:
