@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_OPENAI
-from overlap_spec.entrypoints.native.generate import OTHER_NAMES, GenerateRequest
-from overlap_spec.entrypoints.openai.requests import NATIVE_NAMES, THINKING_BUDGETS
+from overlap_spec.entrypoints.native.generate import OF_OPENAI, OTHER_NAMES, GenerateRequest
+from overlap_spec.entrypoints.openai.requests import NAMES_HERE, OF_CHATS, OF_COMPLETIONS, THINKING_BUDGETS
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -264,8 +263,6 @@ OUTSIDE = {
 REFUSED: dict[str, tuple[str, Json]] = {
     "best_of below n": (COMPLETIONS, {"n": 3, "best_of": 2}),
     "best_of in a stream": (COMPLETIONS, {"best_of": 3, "stream": True}),
-    "best_of in chats": (CHAT, {"best_of": 3}),
-    "best_of in /generate": (GENERATE, {"best_of": 3}),
     "logprobs true in completions": (COMPLETIONS, {"logprobs": True}),
     "top_logprobs without logprobs": (CHAT, {"top_logprobs": 2}),
     "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}),
@@ -278,8 +275,9 @@ REFUSED: dict[str, tuple[str, Json]] = {
     **{f"{name} without a reasoning parser": (CHAT, {name: 1}) for name in THINKING_BUDGETS},
     "tool_choice without a tool call parser": (CHAT, {"tools": _TOOLS, "tool_choice": "required"}),
     **{f"{name} in completions": (COMPLETIONS, {name: "a"}) for name in OF_CHATS},
-    **{f"{name} in /generate": (GENERATE, {name: "a"}) for name in (*OF_CHATS, *OF_OPENAI, *OTHER_NAMES)},
-    **{f"{name} in OpenAI's API": (CHAT, {name: 1}) for name in NATIVE_NAMES},
+    **{f"{name} in chats": (CHAT, {name: "a"}) for name in OF_COMPLETIONS},
+    **{f"{name} in /generate": (GENERATE, {name: "a"}) for name in (*OF_OPENAI, *OTHER_NAMES)},
+    **{f"{name} in OpenAI's API": (CHAT, {name: 1}) for name in NAMES_HERE},
 }
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import msgspec
 
-from overlap_spec.entrypoints.http.body_fields import OF_COMPLETIONS, UNSUPPORTED, Json, refuse_unsupported
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, EngineRequest, renamed
 from overlap_spec.entrypoints.openai.chat import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
-from overlap_spec.entrypoints.openai.requests import ChatRequest, check_openai
+from overlap_spec.entrypoints.openai.requests import OF_COMPLETIONS, ChatRequest, check_openai
 from overlap_spec.entrypoints.openai.response_format import GRAMMAR_FIELDS
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.errors import RequestAborted, RequestError

@@ -204,6 +204,9 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
         "media_io_kwargs": ({},),
         "modalities": (["text"], []),
         "audio": ({},),
+        "images_config": ({},),
+        "video_config": ({},),
+        "use_audio_in_video": (False,),
     },
     "adapters are not built": {"lora_path": ("",)},
     "a prompt is text or token ids": {"input_embeds": (), "prompt_embeds": ()},
@@ -224,10 +227,18 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
         "return_routed_experts": (False,),
         "return_entropy": (False,),
         "return_sampling_mask": (False,),
+        "return_indexer_topk": (False,),
     },
+    "usage has how many tokens were cached, return_token_ids the prompt": {
+        "return_cached_tokens_details": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_prompt_text": (False,),
+        "return_meta_info": (False,),
+    },
+    "it is in its field or, without separate_reasoning, in the text": {"include_reasoning": (True,)},
     "log-probs of chosen tokens are /generate's token_ids_logprob": {"logprob_token_ids": ([],)},
     "tools and tool_choice have replaced it": {"functions": ([],), "function_call": ("none", "auto")},
-    "guesses are made by the method that is loaded": {"prediction": ({},)},
+    "guesses are made by the method that is loaded": {"prediction": ({},), "ngram_corpus_id": ("",)},
     "nothing is stored or looked up for a request": {
         "store": (False,),
         "web_search_options": (),
@@ -237,19 +248,18 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
     "the KV cache stays on one node": {
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "disagg_prefill_dp_rank": (0,),
     },
+    "one engine has all requests": {"routed_dp_rank": (0,), "data_parallel_rank": (0,)},
     "tokens are sent as soon as they are known": {"stream_interval": (1,)},
     "the end of a long prompt is what is kept": {"truncation_side": ("left",)},
     "no model here has such a setting": {"verbosity": ("medium",)},
 }
 UNSUPPORTED = {name: neutral for fields in REFUSED.values() for name, neutral in fields.items()}
 REASONS = {name: reason for reason, fields in REFUSED.items() for name in fields}
-
-# Parameters of other endpoints: of chats, where a prompt is none; of completions, elsewhere; and of OpenAI's API, in
-# `/generate`.
-OF_CHATS: dict[str, Neutral] = {"continue_final_message": (False,), "chat_template": ("",), "documents": ([],)}
-OF_COMPLETIONS: dict[str, Neutral] = {"best_of": (1,)}
-OF_OPENAI: dict[str, Neutral] = {"return_token_ids": (False,), "add_special_tokens": (True,)}
 
 
 def refuse_unsupported(fields: Json, table: Mapping[str, Neutral] = UNSUPPORTED) -> None:

@@ -16,9 +16,6 @@ from starlette.responses import Response
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb, alone
 from overlap_spec.entrypoints.http.body_fields import (
-    OF_CHATS,
-    OF_COMPLETIONS,
-    OF_OPENAI,
     Json,
     refuse_unsupported,
     salt_of,
@@ -40,7 +37,17 @@ from overlap_spec.entrypoints.http.speculation import asked_speculation
 from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, event, list_parts, unless_gone
 from overlap_spec.entrypoints.openai.logprobs import blocks, finite, num_log_probs
 from overlap_spec.entrypoints.openai.prompts import check_no_text, read_prompts
-from overlap_spec.entrypoints.openai.requests import ListFields, check_choices, numbered, spread, stop_strings
+from overlap_spec.entrypoints.openai.requests import (
+    OF_COMPLETIONS,
+    ChatRequest,
+    CompletionRequest,
+    ListFields,
+    check_choices,
+    fields_of,
+    numbered,
+    spread,
+    stop_strings,
+)
 from overlap_spec.entrypoints.openai.response_format import READERS
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, LogProbParams, Prompt, SamplingParams, Speculative
@@ -192,6 +199,14 @@ OTHER_NAMES = {  # in OpenAI's and vLLM's API
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
 }
+CACHING = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+GRANTED = ("model", "user", "metadata", "safety_identifier", "stream_options", *CACHING)  # usage is in every event
+OF_OPENAI = {
+    name: OF_COMPLETIONS.get(name, neutral)
+    for shape in (ChatRequest, CompletionRequest)
+    for name, neutral in fields_of(shape, GenerateRequest, NativeSampling).items()
+    if name not in OTHER_NAMES and name not in GRANTED
+}
 
 
 class NativeGenerate:
@@ -217,7 +232,7 @@ class NativeGenerate:
 
     def _read(self, fields: Json) -> tuple[GenerateRequest, Group, bool]:
         refuse_unsupported(fields)
-        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
+        refuse_unsupported(fields, OF_OPENAI)
         _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         return body, *self._group(body)
@@ -335,15 +350,15 @@ def _parted(given: Json) -> tuple[int | None, bytes]:
         seed = None
     try:
         return seed, msgspec.msgpack.encode(given if seed is None else {**given, names[0]: 0})
-    except (OverflowError, ValueError, RecursionError):  # `read_sampling` names what is wrong
-        return None, b""
+    except (OverflowError, ValueError):  # `read_sampling` names the field, unless it is an unknown one
+        return None, repr(given).encode("utf-8", "surrogatepass")
 
 
 def read_sampling(given: Json, info: ServerInfo) -> ReadSampling:
     """Raises: Problem or RequestError naming the field of `sampling_params`."""
     fields = without_nulls(given)
     refuse_unsupported(fields)
-    refuse_unsupported(fields, OF_COMPLETIONS)
+    refuse_unsupported(fields, OF_OPENAI)
     _refuse_other_names(fields)
     if misplaced := BODY_ALONE & fields.keys():
         name = min(misplaced)

@@ -38,6 +38,7 @@ from overlap_spec.entrypoints.openai.replies import (
 from overlap_spec.entrypoints.openai.requests import (
     ChatRequest,
     check_choices,
+    length_names,
     numbered,
     read_openai,
     sampling_params,
@@ -139,7 +140,8 @@ class ChatRunner:
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
-        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field, "log_probs": chat_field(body)}
+        names = length_names(limit) | {"prompt": "messages", "grammar": body.grammar_field}
+        names["log_probs"] = chat_field(body)
         requests, terms = spread(ids, [prompt], [sampling], names, body.n), terms_of(body)
         return ChatGroup(name, requests, terms, form, body.return_token_ids)
 
@@ -177,19 +179,10 @@ class ChatRunner:
 
     def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
         """Returns the field that limits the length, and the parameters; by default the model or the context does."""
-        limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
-        given = {name: value for name, value in limits.items() if value is not None}
-        if len(set(given.values())) > 1:
-            raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
-        limit = next(reversed(given), "max_tokens")
-        most = given.get(limit, self._info.sampling_defaults.max_new_tokens)
+        limit, most = body.max_new_tokens(self._info.sampling_defaults.max_new_tokens)
         if most == 0:
             raise Problem(400, f"{limit} must be at least 1 in a chat, got 0", limit, "invalid_value")
-        return limit, sampling_params(body, most, _names(limit), self._info)
-
-
-def _names(limit: str) -> dict[str, str]:
-    return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
+        return limit, sampling_params(body, most, length_names(limit), self._info)
 
 
 class _Choice:

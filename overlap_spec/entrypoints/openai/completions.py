@@ -36,14 +36,13 @@ from overlap_spec.entrypoints.openai.requests import (
     CompletionRequest,
     check_best_of,
     check_choices,
+    length_names,
     numbered,
     read_openai,
     sampling_params,
     spread,
 )
 from overlap_spec.messages import LogProbParams, Prompt
-
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 class ShownPrompt(msgspec.Struct, frozen=True):
@@ -105,8 +104,8 @@ class Completions:
         return ShownPrompt(text, ids)
 
     def _group(self, body: CompletionRequest) -> Group:
-        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = sampling_params(body, max_tokens, NAMES, self._info)
+        limit, most = body.max_new_tokens(COMPLETION_TOKENS)
+        sampling = sampling_params(body, most, length_names(limit), self._info)
         if body.thinking_tokens is not None:
             field = body.thinking_field
             raise Problem(400, f"{field}: only a chat has reasoning to limit", field, "invalid_value")
@@ -120,7 +119,7 @@ class Completions:
         check_best_of(body.num_candidates, body.n, len(prompts), body.stream)
         name, count = body.id("cmpl-"), len(prompts) * body.num_candidates
         ids = numbered(name, count, count > 1)
-        names = {**NAMES, "grammar": body.grammar_field, "log_probs": completion_field(body)}
+        names = {**length_names(limit), "grammar": body.grammar_field, "log_probs": completion_field(body)}
         requests = spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates)
         return Group(name, requests, terms_of(body))
 

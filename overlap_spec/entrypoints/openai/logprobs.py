@@ -44,7 +44,7 @@ class HasLogProbs(Protocol):
 
 def chat_params(body: ChatRequest) -> LogProbParams | None:
     """What a chat asks for. Raises: RequestError, Problem."""
-    if body.top_logprobs is not None and body.top_logprobs > 0 and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise Problem(400, "top_logprobs: logprobs must be true if it is used", "top_logprobs", "invalid_value")
     asked = (body.top_logprobs or 0) if body.logprobs else None
     return _params(asked, _prompt_top(body), CHAT_NAMES)

@@ -16,14 +16,14 @@ import hashlib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import MIB, SamplingDefaults
-from overlap_spec.entrypoints.http.body_fields import MAX_PROMPTS, OF_CHATS, OF_COMPLETIONS, Json, refuse_unsupported
+from overlap_spec.entrypoints.http.body_fields import MAX_PROMPTS, Json, Neutral, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
@@ -73,10 +73,18 @@ def _token_id(name: str) -> int:
 THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
 MOST_THINKING = 1 << 31
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
-NATIVE_NAMES = {
+NAMES_HERE = {  # of what `/generate` and others call otherwise
     "return_logprob": "logprobs",
     "top_logprobs_num": "top_logprobs in chats, logprobs in completions",
     "token_ids_logprob": "not there: use /generate",
+    "logprob_start_len": "prompt_logprobs",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "sampling_params": "not there: its parameters are the body's",
+    "text": "messages in chats, prompt in completions",
+    "input_ids": "prompt in completions",
+    "reasoning": "reasoning_effort, or chat_template_kwargs",
 }
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields with a default that a model may set
 
@@ -86,6 +94,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None  # true is refused: chunks are not padded
 
 
 class CommonRequest(ListFields, kw_only=True):
@@ -98,6 +107,7 @@ class CommonRequest(ListFields, kw_only=True):
     request_id: RequestId = ""  # vLLM's name for it
     n: int = 1
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # OpenAI's later name for it
     min_tokens: int = 0
     temperature: float | None = None  # None, here and below: the model's or the API's default
     top_k: int | None = None
@@ -140,6 +150,15 @@ class CommonRequest(ListFields, kw_only=True):
         """The user's id for this request, or a new one."""
         return self.rid or self.request_id or prefix + uuid.uuid4().hex
 
+    def max_new_tokens(self, default: int | None) -> tuple[str, int | None]:
+        """The name and the value of the limit. Raises: Problem if its two names have values that differ."""
+        limits = {name: getattr(self, name) for name in ("max_tokens", "max_completion_tokens")}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
+        name = next(reversed(given), "max_tokens")
+        return name, given.get(name, default)
+
     @property
     def thinking_tokens(self) -> int | None:
         """The thinking budget by any of its names. Raises: Problem if they differ, or are no number of tokens."""
@@ -162,7 +181,6 @@ class ChatRequest(CommonRequest, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Json]
-    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Json] = []
@@ -194,6 +212,20 @@ class CompletionRequest(CommonRequest, kw_only=True):
         return self.n if self.best_of is None else self.best_of
 
 
+def fields_of(shape: type[msgspec.Struct], *others: type[msgspec.Struct]) -> dict[str, Neutral]:
+    """Fields that the other shapes do not have, each with the value that asks for nothing: its default, if it has one.
+
+    So a parameter of another endpoint is refused where it would have no effect.
+    """
+    known = {name for other in others for name in other.__struct_fields__}
+    own = [field for field in msgspec.structs.fields(shape) if field.name not in known]
+    made = {field.name: field.default_factory() for field in own if field.default_factory is not msgspec.NODEFAULT}
+    return {field.name: () if field.required else (made.get(field.name, field.default),) for field in own}
+
+
+OF_CHATS = fields_of(ChatRequest, CompletionRequest)
+OF_COMPLETIONS = {**fields_of(CompletionRequest, ChatRequest), "best_of": (1,)}
+
 R = TypeVar("R", bound=CommonRequest)
 T = TypeVar("T")
 
@@ -211,7 +243,7 @@ async def read_openai(request: Request, shape: type[R], info: ServerInfo, prepar
 def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
-    refuse_native_names(fields)
+    refuse_other_names(fields)
     refuse_unsupported(fields, OF_COMPLETIONS if shape is ChatRequest else OF_CHATS)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = without_nulls(options)
@@ -220,11 +252,16 @@ def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     return body
 
 
-def refuse_native_names(fields: Json) -> None:
-    """Raises: Problem for a field of `/generate`, which would have no effect here."""
-    for name, here in NATIVE_NAMES.items():
+def refuse_other_names(fields: Json) -> None:
+    """Raises: Problem for a field of another API, which would have no effect here."""
+    for name, here in NAMES_HERE.items():
         if fields.get(name):
-            raise Problem(400, f"{name} belongs to /generate; here it is {here}", name, "invalid_value")
+            raise Problem(400, f"{name} is of another API; here it is {here}", name, "invalid_value")
+
+
+def length_names(limit: str) -> dict[str, str]:
+    """The API's names of what bounds a length. `limit`: that of the largest."""
+    return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
 
 
 def sampling_params(

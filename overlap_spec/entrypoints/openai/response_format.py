@@ -74,7 +74,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
         for field in asking:
             need_tokenizer(field, info)
             grammar = READERS[field](getattr(self, field), field)
-        if pattern := self.guided_whitespace_pattern:
+        if (pattern := self.guided_whitespace_pattern) not in (None, ""):
             return _with_white_space(grammar, {"whitespace_pattern": pattern}, "guided_whitespace_pattern")
         return grammar
 

@@ -9,6 +9,8 @@ from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.entrypoints.http.request_runner import renamed
+from overlap_spec.entrypoints.native import generate
+from overlap_spec.entrypoints.openai import requests
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import MAX_GRAMMAR_BYTES
 
@@ -69,6 +71,10 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"stream": "yes"}, 400, "stream"),
     ({"stream_options": True}, 400, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": "yes"}}, 400, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options"),
+    ({"max_new_tokens": 2}, 400, "max_new_tokens"),
+    ({"sampling_params": {"max_new_tokens": 2}}, 400, "sampling_params"),
+    ({"regex": "", "guided_json": {}, "guided_whitespace_pattern": 0}, 400, "guided_whitespace_pattern"),
     ({"rid": 7}, 400, "rid"),
     ({"rid": "r" * 257}, 400, "rid"),
     ({"model": 7}, 400, "model"),
@@ -165,6 +171,9 @@ OF_CHAT = [
     ({"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]}, 400, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [called(5)]}]}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": None}]}, 400, "messages"),
+    ({"top_logprobs": -1}, 400, "top_logprobs"),
+    ({"echo": True}, 400, "echo"),
+    ({"reasoning": {"enabled": False}}, 400, "reasoning"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ({"max_completion_tokens": MAX_LEN}, 400, "max_completion_tokens"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens"),
@@ -199,6 +208,9 @@ OF_COMPLETIONS = [
     ({"chat_template": "{{ x }}"}, 400, "chat_template"),
     ({"echo": "yes"}, 400, "echo"),
     ({"suffix": "tail"}, 400, "suffix"),
+    ({"max_completion_tokens": MAX_LEN}, 400, "max_completion_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens"),
+    ({"tools": [{"type": "function"}]}, 400, "tools"),
     ({"best_of": 2, "stream": True}, 400, "best_of"),
     ({"best_of": 1, "n": 2}, 400, "best_of"),
     ({"best_of": 129}, 400, "best_of"),
@@ -241,6 +253,8 @@ OF_GENERATE = [
     ({"rid": ["a"], "sampling_params": {"n": 2}}, 400, "rid"),
     ({"sampling_params": {"max_tokens": 2}}, 400, "max_tokens"),
     ({"max_tokens": 2}, 400, "max_tokens"),
+    ({"max_thinking_tokens": 2}, 400, "max_thinking_tokens"),
+    ({"sampling_params": {"thinking_budget": 2}}, 400, "thinking_budget"),
     ({"temperature": 0}, 400, "temperature"),
     ({"sampling_params": {"frequency_penalty": -3}}, 400, "frequency_penalty"),
     ({"sampling_params": {"regex": 5}}, 400, "regex"),
@@ -370,6 +384,20 @@ def test_nested_nulls_and_neutral_values_are_accepted() -> None:
     assert post(GENERATE, {"text": ["a", "b"], "sampling_params": [None, sampling], "lora_path": [None, ""]})[0] == 200
     options = {"include_usage": None, "continuous_usage_stats": None}
     assert post(CHAT, {**GOOD[CHAT], "stream_options": options})[0] == 200
+
+
+def test_a_parameter_of_another_endpoint_is_refused() -> None:
+    """Unless it asks for nothing: it would have no effect."""
+    chats, completions = (set(shape.__struct_fields__) for shape in (requests.ChatRequest, requests.CompletionRequest))
+    assert requests.OF_CHATS.keys() == chats - completions and requests.OF_COMPLETIONS.keys() == completions - chats
+    assert {"thinking_budget", "tools", "echo"} < generate.OF_OPENAI.keys()
+    tables = {COMPLETIONS: requests.OF_CHATS, CHAT: requests.OF_COMPLETIONS, GENERATE: generate.OF_OPENAI}
+    for path, fields in tables.items():
+        neutral = {name: values[0] for name, values in fields.items() if values}
+        assert post(path, {**GOOD[path], **neutral})[0] == 200
+        for name in fields:
+            status, reply = post(path, {**GOOD[path], name: "something else"})
+            assert (status, reply["error"]["param"]) == (400, name)
 
 
 def test_every_unsupported_parameter_is_refused_by_name() -> None:

@@ -85,9 +85,10 @@ def test_rows_that_differ_in_their_seeds_are_each_as_they_would_be_alone() -> No
     client = FakeClient()
     rows: list[Any] = [{"top_k": 3, "sampling_seed": row} for row in range(3)]
     rows += [{"top_k": 3, "seed": 7}, {"top_k": 3}, None, {"top_k": 4, "sampling_seed": 1}]
+    rows += [{"top_k": top_k, "seed": 5, "unknown": 1 << 70} for top_k in (8, 9)]  # more than messages take
     generate(client, input_ids=[[5]] * len(rows), rid=[str(row) for row in range(len(rows))], sampling_params=rows)
     asked = {name: (sampling.top_k, sampling.seed) for name, _, sampling in client.asked}
-    drawn = [(3, 0), (3, 1), (3, 2), (3, 7), (3, None), (-1, None), (4, 1)]
+    drawn = [(3, 0), (3, 1), (3, 2), (3, 7), (3, None), (-1, None), (4, 1), (8, 5), (9, 5)]
     assert [asked[str(row)] for row in range(len(rows))] == drawn
 
 

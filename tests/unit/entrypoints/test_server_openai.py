@@ -104,13 +104,14 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
         "no_stop_trim": True,
     }
     client = FakeClient()
-    ask(client, "POST", COMPLETIONS, json={"prompt": "a", "max_tokens": 9, "min_tokens": 2, **given})
-    ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_completion_tokens": 9, "min_tokens": 2, **given})
-    ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_tokens": 9, "min_tokens": 2, **given})
+    for fields in ({"prompt": "a"}, {"messages": MESSAGES}):
+        path = COMPLETIONS if "prompt" in fields else CHAT
+        for limit in ("max_tokens", "max_completion_tokens"):
+            ask(client, "POST", path, json={**fields, limit: 9, "min_tokens": 2, **given})
     lists = {"stop": ("x", "y"), "stop_token_ids": (4, 5), "logit_bias": {7: 1.5, 9: -100.0}}
     lists |= {"allowed_token_ids": None, "allowed_ids": pack_ids((7, 9, 11)), "bad_words": ("x",)}
     want = SamplingParams(max_new_tokens=9, min_new_tokens=2, **{**given, **lists})
-    assert [sampling for _, _, sampling in client.asked] == [want] * 3
+    assert [sampling for _, _, sampling in client.asked] == [want] * 4
 
 
 def test_defaults_of_the_limits() -> None:
