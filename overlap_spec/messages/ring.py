@@ -114,9 +114,9 @@ class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A chunk of one slot's prompt: `tokens` (int32, little-endian) at the positions start, start + 1, ..
 
     `next_token`: the prompt token that follows the chunk; -1: the chunk completes the prompt. `rows_out`: first and end
-    of the positions whose rows leave the device, for log-probs of the prompt tokens after them. `drawn`: its tokens are
-    output, computed again as windows compute it; the step has no other chunk. Of a target with recurrent states, -1 or
-    one of the worker's snapshots: `restored`, the slot's state before the chunk; `snapshot`, a copy of that after it.
+    of the positions whose rows leave the device, for log-probs of the prompt tokens after them. `num_drawn`: its last
+    tokens that are output, computed again as windows compute it; the step has no other chunk then. Of a target with
+    recurrent states, -1 or a snapshot of the worker's: `restored`, the state before the chunk; `snapshot`, after it.
     """
 
     slot: int
@@ -126,7 +126,7 @@ class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows_out: tuple[int, int] = (0, 0)
     restored: int = -1
     snapshot: int = -1
-    drawn: bool = False
+    num_drawn: int = 0
 
 
 MOST_UNDRAFTED = 32  # steps after which nothing is drafted, one after another

@@ -90,7 +90,7 @@ class StateRows:
 
     slots: Tensor  # [B] i64
     are_final: bool  # the rows of prompts; those of windows may be rejected
-    are_drawn: bool = False  # final rows of one request's output: layers recur over them as over a window's
+    num_drawn: int = 0  # of one request's final rows the last, its output: layers recur over them as over a window's
 
 
 @dataclass(frozen=True)

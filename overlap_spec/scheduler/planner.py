@@ -159,8 +159,7 @@ class Planner:
             begins = request.planned_len == request.cached_len
             if begins:
                 self._queues.memory.match_again(request)
-            drawn = self._is_drawn(request)
-            if drawn and chunks:
+            if chunks and self._is_drawn(request):
                 continue
             end = self._chunk_end(request, room, alone=not chunks)
             if end == request.planned_len:
@@ -171,7 +170,7 @@ class Planner:
             rows.append((request, end))
             if begins:
                 begun.append(request)
-            if drawn or (end < request.target and end not in request.cuts):
+            if chunk.num_drawn or (end < request.target and end not in request.cuts):
                 break
         width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks))
         pages = {request.slot: list(request.pages) for request in begun}
@@ -203,18 +202,26 @@ class Planner:
         if (cut := self._queues.memory.states.cut(request, end)) < end:
             return cut
         if end >= target:
-            return target
+            return self._with_output(request, room) if alone and target < request.target else target
         aligned = end - end % unit
         if aligned > request.planned_len:
             return aligned
         return end if alone else request.planned_len
+
+    def _with_output(self, request: Request, room: ChunkRoom) -> int:
+        """Where a chunk of one request ends that ends its prompt, and has as much of the output after it as fits."""
+        start, wanted = request.planned_len, request.target - request.planned_len
+        end = start + room.fitting(start, wanted, request.before_out, request.out_bytes)
+        end = min(end, request.prompt_len + MOST_DRAWN)
+        return end if end == request.target else max(end - end % self.limits.page_size, request.prompt_len)
 
     def _is_drawn(self, request: Request) -> bool:
         """Whether what is to be planned of it is output, which is computed apart."""
         return self.limits.drawn_apart and request.planned_len >= request.prompt_len
 
     def _chunk(self, request: Request, end: int) -> ChunkWork:
-        start, completes, drawn = request.planned_len, end == request.target, self._is_drawn(request)
+        start, completes = request.planned_len, end == request.target
+        num_drawn = max(end - max(start, request.prompt_len), 0) if self.limits.drawn_apart else 0
         states = self._queues.memory.states
         restored = states.restore(request) if start == request.cached_len else -1
         if request.cached_tokens < 0:
@@ -229,8 +236,8 @@ class Planner:
         next_token = -1 if completes else request.tokens[end]
         packed = request.tokens[start:end].tobytes()
         rows_out, snapshot = request.rows_out(start, end), states.take(request, end)
-        self.counters.recomputed_tokens += (end - start) * drawn
-        return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot, drawn)
+        self.counters.recomputed_tokens += num_drawn
+        return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot, num_drawn)
 
     # --- decode ---------------------------------------------------------------------------------------------
 

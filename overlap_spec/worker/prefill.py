@@ -46,8 +46,8 @@ class Chunks:
     @property
     def shape(self) -> PromptShape:
         places = tuple(map(ChunkPlace, self._starts, self._sizes))
-        reads_last, are_drawn = not self.rows_out(), self._work[0].drawn
-        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, reads_last, are_drawn)
+        reads_last, num_drawn = not self.rows_out(), self._work[0].num_drawn
+        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, reads_last, num_drawn)
 
     def completed(self) -> list[int]:
         """The slots of prompts that this step completes, in plan order."""
@@ -213,7 +213,7 @@ class PrefillStep:
             self._page_size,
             prompts.places,
             inputs.slots,
-            prompts.are_drawn,
+            prompts.num_drawn,
         )
         if self.reads_last and prompts.reads_last:
             # Of a prompt that goes on and of a spare chunk nothing is read: the first key is enough to attend to.

@@ -36,7 +36,7 @@ class PromptShape:
     max_rows: int
     places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
     reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
-    are_drawn: bool = False  # of one chunk, whose tokens are computed as windows are
+    num_drawn: int = 0  # rows, the last of one chunk, that are computed as windows are
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -269,7 +269,7 @@ def captured_shape(num_rows: int, chunks: int, max_rows: int, reads_last: bool) 
 def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, one more for the rows that are left over, and what is read of them fit."""
     fits = exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows
-    return fits and (exact.reads_last or not shape.reads_last) and not exact.are_drawn
+    return fits and (exact.reads_last or not shape.reads_last) and not exact.num_drawn
 
 
 class StepShape(NamedTuple):

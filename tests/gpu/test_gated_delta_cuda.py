@@ -17,6 +17,8 @@ from overlap_spec_kernels.recurrent.gated_delta import (
 from support.device_watch import compilations
 from torch import Tensor
 
+from overlap_spec.models.layers.recurrent import run_kernels
+
 PLACE = torch.device("cuda", 0)
 KERNEL, WIDTH, SLOTS = 4, 4, 5
 
@@ -186,6 +188,13 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(sizes: Sizes, dty
     assert torch.equal(torch.cat(found), torch.cat(expected))
     gated_delta(plain, weights, placed(text[:1], [count], [3]))
     assert torch.equal(plain.memory[3], again.memory[3]) and torch.equal(plain.inputs[3], again.inputs[3])
+    for _ in range(20):  # a launch that overlaps the prompt's would read what an earlier round has left
+        joined = _in_type(sizes.state(), dtype)
+        outputs = run_kernels(joined, weights, placed(text, [0], [3], are_prompts=True), count - 7)
+        assert torch.equal(outputs[7:], torch.cat(expected))
+        few = run_kernels(_in_type(sizes.state(), dtype), weights, placed(text[:20].clone(), [0], [3], True), 13)
+        assert torch.equal(few, outputs[:20])
+    assert torch.equal(joined.memory[3], again.memory[3]) and torch.equal(joined.inputs[3], again.inputs[3])
 
 
 def _in_type(state: DeltaState, dtype: torch.dtype) -> DeltaState:

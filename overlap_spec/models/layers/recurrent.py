@@ -289,15 +289,15 @@ def run_prompts(shape: RecurrentShape, state: LayerState, projected: Tensor, row
             memory, inputs = torch.zeros_like(memory), torch.zeros_like(inputs)
         history = torch.cat((inputs, chunk[..., : shape.conv_dim]), dim=1)
         tokens = shape.rows(history, chunk[..., shape.conv_dim :]).at(0)
-        cut = 0
+        cut, first_drawn = 0, end - begin - rows.state.num_drawn
         while cut < end - begin:
-            until = min(cut + CHUNK - (start + cut) % CHUNK, end - begin)
-            if rows.state.are_drawn:
+            if cut >= first_drawn:
                 until = cut + 1
                 token = tokens.at(slice(cut, until))
                 memory = shape.advance(memory[None], token)[0]
                 out = shape.read(memory[None], token)
             else:
+                until = min(cut + CHUNK - (start + cut) % CHUNK, first_drawn)
                 memory, out = shape.run_chunk(memory, tokens.at(slice(cut, until)))
             found[begin + cut : begin + until] = out.flatten(1).to(found.dtype)
             cut = until
@@ -310,6 +310,26 @@ def recur(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: Row
     """What rows of one part find. Shapes: projected [T, R] -> [T, n dv]."""
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
     return (run_prompts if rows.state.are_final else run_windows)(shape, state, projected, rows)
+
+
+def run_kernels(state: DeltaState, weights: DeltaWeights, rows: DeltaRows, num_drawn: int = 0) -> Tensor:
+    """See `gated_delta`. Of one request the last `num_drawn` rows are output, which goes on from its prompt's state."""
+    num_prompt = len(rows.projected) - num_drawn
+    if not num_drawn or not num_prompt:
+        return gated_delta(state, weights, rows._replace(are_drawn=num_drawn > 0))
+    prompt = gated_delta(state, weights, _some(rows, slice(num_prompt), num_prompt))
+    # Copies are ordinary launches: the next kernel reads the state before it waits for a launch that it may overlap.
+    output = _some(rows, slice(num_prompt, None), num_drawn)
+    output = output._replace(projected=output.projected.clone(), positions=output.positions.clone(), are_drawn=True)
+    return torch.cat((prompt, gated_delta(state, weights, output)))
+
+
+def _some(rows: DeltaRows, part: slice, count: int) -> DeltaRows:
+    """`count` rows of one request."""
+    assert rows.row_starts is not None
+    gates = None if rows.gates is None else rows.gates[part]
+    starts = rows.row_starts.clamp(max=count)
+    return DeltaRows(rows.projected[part], rows.slots, rows.positions[part], starts, count, gates)
 
 
 def recurred(
@@ -334,7 +354,7 @@ def recurred(
         )
         starts = rows.row_starts if rows.state.are_final else None
         places = (rows.state.slots, rows.positions, starts, rows.max_rows)
-        found = gated_delta(kept, weights, DeltaRows(projected, *places, gates=gates, are_drawn=rows.state.are_drawn))
+        found = run_kernels(kept, weights, DeltaRows(projected, *places, gates=gates), rows.state.num_drawn)
     else:
         columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
         found = shape.norm(recur(shape, state, columns, rows), gate)

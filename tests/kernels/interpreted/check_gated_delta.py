@@ -23,6 +23,7 @@ from overlap_spec.models.layers.recurrent import (
     Mamba2Shape,
     RecurrentShape,
     recurred,
+    run_kernels,
 )
 from overlap_spec.models.recurrent_state import LayerState
 
@@ -152,6 +153,27 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates
     found += [gated_delta(again, weights, windows(text[at : at + 1], [at], [2])) for at in (15, 16)]
     assert torch.equal(torch.cat(found), torch.cat(expected))
     assert torch.equal(plain.memory[0], again.memory[2]) and torch.equal(plain.inputs[0], again.inputs[2])
+
+
+@EACH
+@BOTH
+@pytest.mark.parametrize("gates_apart", [False, True])
+def test_a_prompt_and_output_share_a_step(gates: int, gates_apart: bool) -> None:
+    """A prompt that goes on at its fourth token, and the output after it."""
+    weights, text = some_weights(gates), rows_of(8, 12, gates)
+    plain, again = some_state(gates), some_state(gates)
+    for state in (plain, again):
+        gated_delta(state, weights, prompts(text[:3], [0], [3], [2]))
+    expected = [gated_delta(plain, weights, prompts(text[3:5], [3], [2], [2]))]
+    expected += [gated_delta(plain, weights, windows(text[at : at + 1], [at], [2])) for at in range(5, 12)]
+    rows = prompts(text[3:11], [3], [8], [2])
+    if gates_apart:
+        own = apart(windows(text[3:11], [3], [2]), gates)
+        rows = rows._replace(projected=own.projected, gates=own.gates)
+    found = [run_kernels(again, weights, rows, 6)]
+    found.append(gated_delta(again, weights, windows(text[11:], [11], [2])))
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(plain[:2], again[:2], strict=True))
 
 
 @BOTH

@@ -48,28 +48,70 @@ def test_resumed_requests_share_what_their_salts_do() -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_output_is_computed_again_in_steps_of_its_own(beside: bool) -> None:
+def test_output_is_computed_again_in_chunks_without_company(beside: bool) -> None:
     """Of a deterministic engine whose layers recur; prompts are cut at multiples of their chunks."""
     ready = make_ready(state_chunk=8, num_snapshots=4, chunk_tokens=20)
     bench = Bench(ready, 2, 0, deterministic=True, windows_with_prompts=beside, chunks_seed=3)
-    for uid, (num_prompt, num_output) in enumerate([(13, 30), (21, 0), (5, 40), (9, 7), (40, 3), (30, 0)], start=1):
+    sizes = [(13, 30), (21, 0), (5, 40), (9, 7), (40, 3), (30, 0)]
+    for uid, (num_prompt, num_output) in enumerate(sizes, start=1):
         resumed = Resumed(pack_ids(range(50, 50 + num_output)), 0, 0) if num_output else None
         bench.admit(replace(make_admit(uid, list(range(num_prompt)), 44), resumed=resumed))
         if bench.plans:
             bench.run_device()
     bench.finish_all()
     bench.check_drained()
-    lengths, drawn = dict[int, int](), Counter[int]()
+    lengths, drawn, num_joined = dict[int, int](), Counter[int](), 0
     for plan in bench.all_plans:
         lengths |= {slot: reset.output_from for slot, reset in plan.resets.items()}
-        assert len(plan.chunks) == 1 or not any(chunk.drawn for chunk in plan.chunks)
+        assert len(plan.chunks) == 1 or not any(chunk.num_drawn for chunk in plan.chunks)
         for chunk in plan.chunks:
             length, end = lengths[chunk.slot], chunk.start + len(chunk.tokens) // 4
-            assert chunk.drawn == (chunk.start >= length), "output and prompt in one chunk"
-            assert chunk.drawn or end == length or end % 8 == 0, "a prompt is cut elsewhere"
-            drawn[length] += (end - chunk.start) * chunk.drawn
-    assert drawn == {13: 30, 21: 0, 5: 40, 9: 7, 40: 3, 30: 0}
-    assert bench.scheduler.reporter.snapshot().recomputed_tokens_total == 80
+            assert chunk.num_drawn == max(end - max(chunk.start, length), 0)
+            assert chunk.num_drawn or end == length or end % 8 == 0, "a prompt is cut elsewhere"
+            drawn[length] += chunk.num_drawn
+            num_joined += chunk.start < length < end
+    assert drawn == dict(sizes) and num_joined
+    assert bench.scheduler.reporter.snapshot().recomputed_tokens_total == sum(drawn.values())
+
+
+@pytest.mark.parametrize(
+    ("num_output", "chunk_tokens", "ends"),
+    [
+        (30, 64, [(51, 30)]),
+        (30, 40, [(40, 19), (51, 11)]),
+        (30, 22, [(21, 0), (40, 19), (51, 11)]),
+        (600, 1000, [(532, 511), (621, 89)]),
+    ],
+)
+def test_a_prompt_and_output_share_a_step(num_output: int, chunk_tokens: int, ends: list[tuple[int, int]]) -> None:
+    """As many whole pages of output as fit, and at most `MOST_DRAWN` tokens. `ends`: of chunks, with their output."""
+    ready = make_ready(state_chunk=8, chunk_tokens=chunk_tokens, max_len=1000, num_pages=600)
+    bench = Bench(ready, 1, 0, deterministic=True)
+    resumed = Resumed(pack_ids(range(50, 50 + num_output)), 0, 0)
+    bench.admit(replace(make_admit(1, list(range(21)), num_output + 4), resumed=resumed))
+    bench.finish_all()
+    chunks = [chunk for plan in bench.all_plans for chunk in plan.chunks]
+    assert [(chunk.start + len(chunk.tokens) // 4, chunk.num_drawn) for chunk in chunks] == ends
+
+
+@pytest.mark.parametrize(
+    ("others", "chunks"),
+    [
+        ([(6, 0)], [[(0, 3)], [(1, 0)], [(0, 16)], [(0, 11)]]),
+        ([(6, 0), (5, 6)], [[(0, 3)], [(1, 0), (2, 0)], [(0, 16)], [(2, 6)], [(0, 11)]]),
+    ],
+)
+def test_output_has_no_prompt_of_others_beside_it(
+    others: list[tuple[int, int]], chunks: list[list[tuple[int, int]]]
+) -> None:
+    """Prompts and output of requests; slots of each step, and how much output is theirs."""
+    bench = Bench(make_ready(state_chunk=8, chunk_tokens=20), 1, 0, deterministic=True)
+    for uid, (num_prompt, num_output) in enumerate([(13, 30), *others], start=1):
+        resumed = Resumed(pack_ids(range(num_output)), 0, 0) if num_output else None
+        bench.admit(replace(make_admit(uid, list(range(num_prompt)), 44), resumed=resumed))
+    bench.finish_all()
+    steps = [plan.chunks for plan in bench.all_plans if plan.chunks]
+    assert [[(chunk.slot, chunk.num_drawn) for chunk in step] for step in steps] == chunks
 
 
 @pytest.mark.slow_but_every(2)
