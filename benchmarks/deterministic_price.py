@@ -3,11 +3,14 @@
     python benchmarks/deterministic_price.py --output benchmarks/results/deterministic_price_h200.json
     python benchmarks/deterministic_price.py --cells "8B plain" "8B chain" --rounds 3 --seconds 75 --output FILE
     python benchmarks/deterministic_price.py --before TREE --output FILE    beside a tree from before there was the flag
+    python benchmarks/deterministic_price.py --cells "Qwen3.5-9B plain" --output FILE      where layers recur, 90 s
 
 For each cell two engines are built, each in a process of its own, without server and scheduler, on the same chats
 (`step_profile`). A round asks each of them once for every size, which of them first by turns, while the others wait;
 what is reported is the median of the rounds, and their ratio: the price of the flag at one commit. TREE, with
-`overlap_spec/` and `kernels/` of another commit, has a third engine on the same GPU. Weights are drawn: bits of answers
+`overlap_spec/` and `kernels/` of another commit, has a third engine on the same GPU. Where layers recur, requests also
+go on behind what the prefix cache has of a prompt of 8,192 tokens (`AGAIN`): with the flag output is taken token by
+token when it is computed again. Weights are drawn: bits of answers
 mean nothing here, times do. Cells stand in the order of their weight. FILE is written after each cell; with the same
 code, the next run leaves out what is in it.
 """
@@ -57,12 +60,16 @@ Times = dict[tuple[str, int], float]  # milliseconds by kind and size
 
 @dataclass(frozen=True)
 class Cell:
-    """Two engines of one shape. `prompts`: lengths, of which the time to the first token is measured."""
+    """Two engines of one shape. `prompts`: lengths, of which the time to the first token is measured.
+
+    `recurs`: so does that of requests which go on behind a cached prompt; measured if it is asked for.
+    """
 
     shape: str
     method: dict[str, Any]
     prompts: tuple[int, ...] = ()
     batches: tuple[int, ...] = (1, 8, 32, 128)
+    recurs: bool = False
 
 
 CELLS = {
@@ -75,14 +82,22 @@ CELLS = {
     # Without the flag these are trees; with it they are chains.
     "8B, default numbers": Cell("llama-3.1-8b", {"speculative_algorithm": "EAGLE3"}, batches=(1, 8, 32)),
     "SmolLM2, default numbers": Cell("smollm2", {"speculative_algorithm": "EAGLE3"}, batches=(1, 8, 32)),
+    "Qwen3.5-9B plain": Cell("qwen3.5-9b", PLAIN | {"disable_radix_cache": True}, batches=(1, 8), recurs=True),
 }
+CACHED = 8192 - 64  # tokens: the last chunk of a prompt is computed again for its last token
+AGAIN = {  # tokens of a request, and how many of them are its output
+    "turn": (8192 + 300 + 200, 0),  # an answer, which is the prompt's now, and what is said then
+    "preempted": (8192 + 300, 300),
+}
+TRIES = 9  # of a request, whose median is of a round
 
 
 def main() -> None:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
-    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    asked = [name for name, cell in CELLS.items() if not cell.recurs]
+    parser.add_argument("--cells", nargs="*", default=asked, choices=list(CELLS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further cell is begun")
     parser.add_argument("--before", help="the root of another commit's tree")
@@ -134,7 +149,8 @@ def config_of(name: str, scratch: Path, flag: bool) -> EngineConfig:
     base, most = scratch if cell.shape == "smollm2" else SHAPES, max(cell.batches)
     plain = cell.method["speculative_algorithm"] == "NONE"
     head = {} if plain else {"speculative_draft_model_path": str(base / f"{cell.shape}-eagle3")}
-    tokens = max(16 * PAGES_PER_SLOT * (most + 2), max(cell.prompts, default=0) + 1024)
+    prompts = (*cell.prompts, *(length for length, _ in AGAIN.values())) if cell.recurs else cell.prompts
+    tokens = max(16 * PAGES_PER_SLOT * (most + 2), max(prompts, default=0) + 1024)
     return EngineConfig(
         model_path=str(base / cell.shape),
         load_format="dummy",
@@ -143,7 +159,7 @@ def config_of(name: str, scratch: Path, flag: bool) -> EngineConfig:
         max_running_requests=most,
         cuda_graph_bs=cell.batches,
         max_total_tokens=tokens,
-        context_length=max(2048, *cell.prompts, 0) + 512,
+        context_length=max(2048, *prompts, 0) + 512,
         **({"enable_deterministic_inference": True} if flag else {}),  # which another tree may not know
         **cell.method,
         **head,
@@ -194,7 +210,7 @@ def answer(flag: bool) -> None:
                 print(engine[1].width, file=answers, flush=True)
             else:
                 assert engine is not None
-                times = one_round(*engine, cell, prompts)
+                times = one_round(*engine, cell, prompts, flag)
                 print(json.dumps([[*at, ms] for at, ms in times.items()]), file=answers, flush=True)
 
 
@@ -234,8 +250,8 @@ def row_of(
     return row | {"rounds": rounds}
 
 
-def one_round(executor: Executor, geometry: Geometry, cell: Cell, prompts: list[list[int]]) -> Times:
-    """Of a step and of a prompt."""
+def one_round(executor: Executor, geometry: Geometry, cell: Cell, prompts: list[list[int]], flag: bool) -> Times:
+    """Of a step, of a prompt, and of requests that go on."""
     fill(executor, geometry.width, prompts, max(cell.batches))
     found: Times = {}
     for batch in cell.batches:
@@ -244,6 +260,10 @@ def one_round(executor: Executor, geometry: Geometry, cell: Cell, prompts: list[
         found["step", batch] = steps(executor, plan, STEPS, ahead=True)
     for length in cell.prompts:
         found["prompt", length] = prompt_ms(executor, geometry, length)
+    for kind, (length, num_output) in AGAIN.items() if cell.recurs else ():
+        prompt_ms(executor, geometry, length)
+        tries = [prompt_ms(executor, geometry, length, CACHED, num_output * flag) for _ in range(TRIES)]
+        found[kind, length - CACHED] = statistics.median(tries)
     return found
 
 
@@ -256,16 +276,20 @@ def built(config: EngineConfig) -> tuple[Executor, Geometry]:
     return executor, geometry
 
 
-def prompt_ms(executor: Executor, geometry: Geometry, length: int) -> float:
-    """Milliseconds until the first token of a prompt, chunk after chunk."""
+def prompt_ms(executor: Executor, geometry: Geometry, length: int, begin: int = 0, num_drawn: int = 0) -> float:
+    """Milliseconds until the first token of a prompt, chunk after chunk.
+
+    `begin`: how much of it the prompt before has left there. `num_drawn`: of its end, computed as windows.
+    """
     ids = [(7 * index) % 1000 + 100 for index in range(length)]
     pages = list(range(1, 2 + length // geometry.page_size))
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for start in range(0, length, geometry.max_chunk):
+    for start in range(begin, length, geometry.max_chunk):
         chunk = ids[start : start + geometry.max_chunk]
         end = start + len(chunk)
-        work = ChunkWork(0, start, array("i", chunk).tobytes(), ids[end] if end < length else -1)
+        drawn = {"num_drawn": num_drawn} if num_drawn else {}  # which another tree may not know
+        work = ChunkWork(0, start, array("i", chunk).tobytes(), ids[end] if end < length else -1, **drawn)
         first = {"new_pages": {0: pages}, "resets": {0: ResetSlot(SamplingParams(seed=0), length, (), length)}}
         plan = StepPlan(0, geometry.width, chunks=[work], **({} if start else first))
         result = executor.launch(plan)

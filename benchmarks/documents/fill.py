@@ -62,6 +62,7 @@ def fill(text: str) -> str:
         TWO_GPUS: lambda: two_gpus_tables(committed, (ENGINES,)),
         NAME_OF_SUMS: lambda: two_gpus_tables(committed, (SUMS,)),
         "default-by-batch": lambda: result_tables.record_table(committed, result_tables.DEFAULT_NUMBERS),
+        "price-where-layers-recur": lambda: result_tables.record_table(committed, "price, deterministic_price_9b"),
         **{name: functools.partial(side_by_side, name, committed) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)

@@ -294,18 +294,27 @@ def _drafters(report: Report) -> list[str]:
     return _table(["step, ms", *(f"batch {batch}" for batch in first)], cells)
 
 
+PRICED = {
+    "step": "batch {}",
+    "prompt": "a prompt of {:,}",
+    "turn": "a turn, {} tokens",
+    "preempted": "after a preemption, {} tokens",
+}
+
+
 def _deterministic_price(report: Report) -> list[str]:
     """A row for each cell; how many times as long a step or a prompt takes with the flag, and beside another tree's."""
-    columns = sorted({(row["kind"] != "step", row["size"]) for row in report["rows"]})
-    cells: dict[str, dict[tuple[bool, int], str]] = {}
+    found = {(row["kind"], row["size"]) for row in report["rows"]}
+    columns = [(kind, size) for kind in PRICED for size in sorted(size for each, size in found if each == kind)]
+    cells: dict[str, dict[tuple[str, int], str]] = {}
     for row in report["rows"]:
         widths = "" if "widths" not in row else f" (widths {row['widths']['off']}, {row['widths']['on']})"
         times = f"{row['off_ms']:.4g} to {row['on_ms']:.4g}, **{row['price']:.2f}**"
         if "before_ms" in row:
             times += f"; {row['before_ms']:.4g} before: {row['to_before']['off']:.2f}, **{row['to_before']['on']:.2f}**"
-        cells.setdefault(row["cell"] + widths, {})[row["kind"] != "step", row["size"]] = times
-    head = [f"a prompt of {size:,}" if is_prompt else f"batch {size}" for is_prompt, size in columns]
-    return _table(["ms", *head], [[cell, *(found.get(at, "") for at in columns)] for cell, found in cells.items()])
+        cells.setdefault(row["cell"] + widths, {})[row["kind"], row["size"]] = times
+    head = [PRICED[kind].format(size) for kind, size in columns]
+    return _table(["ms", *head], [[cell, *(of_cell.get(at, "") for at in columns)] for cell, of_cell in cells.items()])
 
 
 BITS = {"smollm2": "SmolLM2", "bf16": "8B", "fp8": "8B, weights in fp8", "int4": "8B, in int4", "kv8": "8B, 8-bit KV"}

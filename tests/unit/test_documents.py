@@ -27,6 +27,7 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 NOT_OURS = {
     "--address",
     "--ages",
+    "--cells",
     "--dist",
     "--fuzz-cases",
     "--fuzz-seconds",

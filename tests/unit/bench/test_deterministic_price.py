@@ -3,16 +3,19 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deterministic_price
 import msgspec
 import pytest
-from deterministic_price import CELLS, SHAPES, Engine, config_of, measured_before, row_of, write_small_shapes
+import torch
+from deterministic_price import CELLS, SHAPES, TRIES, Engine, config_of, measured_before, row_of, write_small_shapes
 from documents.result_tables import RENDERERS
 
 from overlap_spec.config import Machine
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
+from overlap_spec.messages import StepPlan
 
 GPU = Machine(8, has_cuda=True)
 
@@ -60,6 +63,20 @@ def test_medians_are_beside_those_of_the_other_tree() -> None:
     assert row_of("8B", "step", 8, rounds, {"off": 8, "on": 6, "before": 8})["widths"]["on"] == 6
 
 
+@pytest.mark.parametrize(("flag", "output"), [(False, 0), (True, 300)])
+def test_requests_go_on_behind_what_is_cached(monkeypatch: pytest.MonkeyPatch, flag: bool, output: int) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    launched: list[StepPlan] = []
+    executor = SimpleNamespace(launch=lambda plan: launched.append(plan) or SimpleNamespace(wait=list))
+    geometry = SimpleNamespace(width=1, page_size=16, max_chunk=4096)
+    times = deterministic_price.one_round(executor, geometry, CELLS["Qwen3.5-9B plain"], [[1, 2, 3]], flag)
+    assert times.keys() == {("step", 1), ("step", 8), ("turn", 564), ("preempted", 364)}
+    chunks = [(len(chunk.tokens) // 4, chunk.start, chunk.num_drawn) for plan in launched for chunk in plan.chunks]
+    wholes = [(4096, 0, 0), (4096, 4096, 0)]
+    turns = [*wholes, (500, 8192, 0), *TRIES * [(564, 8128, 0)]]
+    assert chunks[8:] == [*turns, *wholes, (300, 8192, 0), *TRIES * [(364, 8128, output)]]
+
+
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -72,7 +89,7 @@ def built(config):
 
 price.built = built
 price.config_of = lambda cell, scratch, flag: 4 + flag
-price.one_round = lambda executor, geometry, cell, prompts: {("step", geometry.width): 1.5, ("prompt", 512): 100.0}
+price.one_round = lambda executor, geometry, *_: {("step", geometry.width): 1.5, ("prompt", 512): 100.0}
 price.answer(sys.argv[2] == "on")
 """
 
@@ -108,3 +125,6 @@ def test_the_table_has_a_row_for_each_cell() -> None:
     assert first == "| 8B plain | 3.76 to 3.963, **1.05**; 3.9 before: 0.96, **1.02** |"
     assert plain == "| 8B plain | 3.76 to 3.963, **1.05** | 200.7 to 257, **1.28** |"
     assert defaults.startswith("| 8B, default numbers (widths 10, 4) | 3.76 to")
+    kinds = [row | {"kind": kind, "size": size} for kind, size in (("preempted", 364), ("turn", 564), ("step", 8))]
+    head, _, _ = RENDERERS["deterministic_price"]({"rows": kinds})
+    assert head == "| ms | batch 8 | a turn, 564 tokens | after a preemption, 364 tokens |"
