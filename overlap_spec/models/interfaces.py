@@ -362,6 +362,7 @@ class DraftProfile:
     has_masks: bool = False  # the extend also runs a mask for each guess but the first, and no draft step follows
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
     reads_hidden: bool = True  # it reads `TargetOutput.hidden` of every prompt row, not only of chunks' last ones
+    reads_roots: bool = False  # a token has its row at its own position: a prompt's step does not write the root's
 
     @property
     def scratch_rows(self) -> int:

@@ -33,6 +33,7 @@ from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.hooks import Hooks, StepHook
+from overlap_spec.worker.inputs import DraftLag
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.ranks import ONE, Ranks
 from overlap_spec.worker.slots import SlotRows
@@ -207,7 +208,8 @@ def build_executor(
     decode_step = DecodeStep(slots, target, method, geometry.page_size, hooks.marks)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     snapshots = StateSnapshots.allocate(target_cache.state, geometry.num_snapshots)
-    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred, snapshots)
+    lag = DraftLag(0 if decode_step.self_drafting else geometry.max_deferred, profile.reads_roots)
+    return Executor(device, slots, decode_step, prefill_step, hooks, lag, snapshots)
 
 
 def watched(

@@ -30,7 +30,7 @@ POLL_S = 0.0001  # between looks at what a launch waits for, where there is noth
 class Executor:
     """The worker's one path for CPU and CUDA.
 
-    `hooks`: None where no feature is attached. `most_missed`: rows that a draft may leave unabsorbed.
+    `hooks`: None where no feature is attached. `lag`: None of a draft that leaves no rows unabsorbed.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Executor:
         decode_step: DecodeStep,
         prefill_step: PrefillStep,
         hooks: Hooks | None = None,
-        most_missed: int = 0,
+        lag: DraftLag | None = None,
         snapshots: StateSnapshots = NO_SNAPSHOTS,
     ) -> None:
         self.device, self.slots, self.hooks = device, slots, hooks or Hooks()
@@ -49,7 +49,7 @@ class Executor:
         self.runner: Runner = self.eager
         self.announce: Callable[[StepPlan], None] = lambda plan: None  # to other ranks, which launch the same
         self.is_self_drafting = decode_step.self_drafting is not None  # guesses come from no model
-        self._inputs = StepInputs(slots, prefill_step, DraftLag(0 if self.is_self_drafting else most_missed))
+        self._inputs = StepInputs(slots, prefill_step, lag or DraftLag(0))
         self._snapshots = snapshots
         self._timeline = Timeline(device)
         self._mode = (

@@ -6,7 +6,7 @@ none.
 **How far each slot's draft lags behind** (`DraftLag`): steps of width 1 leave the draft out, which then has rows to
 absorb. A step catches up when it is wider than that, or when a slot's rows would become more than the draft keeps.
 The counts are the host's, so they follow from plans alone. The scheduler knows an upper bound of them, for its prefix
-cache.
+cache, which takes no root. A draft that has a row for the root lacks that, too, where a prompt's step proposes nothing.
 
 As a rule, narrow steps have the slots of the one before. So they are counted once for all slots, and by slot only when
 the batch changes: the worker's thread looks at no slot while it does not.
@@ -31,10 +31,13 @@ from overlap_spec.worker.step import StepHandle, StepShape
 
 
 class DraftLag:
-    """Rows that drafts have not absorbed, by slot. `most`: those that a draft keeps; 0: it is never left out."""
+    """Rows that drafts have not absorbed, by slot. `most`: those that a draft keeps; 0: it is never left out.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    `counts_roots`: whether the root has a row, which a prompt's step leaves to what it proposes.
+    """
+
+    def __init__(self, most: int, counts_roots: bool = False) -> None:
+        self._most, self._counts_roots = most, counts_roots
         self._rows: dict[int, int] = {}  # of slots that have some, but for `_num_steps`
         self._batch: Sequence[int] = ()  # slots of the narrow steps that are counted together
         self._num_steps = 0  # of these, not in `_rows` yet
@@ -69,6 +72,12 @@ class DraftLag:
         if width == 1 and self._most:
             self._rows.update({slot: self._rows.get(slot, 0) + 1 for slot in slots if slot not in left_out})
             self._batch, self._room = slots, self._most - max([self._rows.get(slot, 0) for slot in slots])
+
+    def after_prompts(self, slots: Sequence[int]) -> None:
+        """Count the roots of prompts that were completed, for which nothing was proposed."""
+        if self._most and self._counts_roots:
+            self._settle()
+            self._rows.update(dict.fromkeys(slots, 1))
 
     def _settle(self) -> None:
         """Count by slot from now on."""
@@ -224,6 +233,8 @@ class StepInputs:
         if step.has_windows:
             handle = step.handles[0]
             self._lag.after(step.plan.slots, step.plan.width, handle.caught_up, handle.left_out.values())
+        if step.chunks is not None and (prompts := step.handles[-1].plan).drafts and prompts.width == 1:
+            self._lag.after_prompts(step.chunks.completed())
 
     def _others(self, step: Step, shape: StepShape) -> list[Run]:
         """The integers of chunks, or of windows at given places."""

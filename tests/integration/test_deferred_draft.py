@@ -48,12 +48,14 @@ class Bench:
             runner.capture(ReplayedParts())
             self.executor.use(runner)
 
-    def prefill(self, slot: int, tokens: list[int]) -> None:
+    def prefill(self, slot: int, tokens: list[int], width: int = 0) -> None:
+        """`width`: that windows are proposed for; 1: none are, and a small model leaves the root's row behind."""
+        self.deferred[slot] = int(width == 1 and self.method.startswith("STANDALONE"))
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(tokens), (), len(tokens))
         pages = [1 + slot + 2 * i for i in range(PAGES_PER_SLOT)]
         chunk = array("i", tokens).tobytes()
         work = SlotPart(slot=slot, new_pages=pages, tokens=chunk, reset=reset)
-        self._run(plan_of(0, [work], self.geometry.width))
+        self._run(plan_of(0, [work], width or self.geometry.width))
 
     def decode(self, width: int, slots: tuple[int, ...] = (0, 1)) -> list[int]:
         """One step; returns the lengths of its runs."""
@@ -147,6 +149,21 @@ def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: 
     assert_complete(bench)  # but for what is deferred still
     bench.decode(4)
     assert bench.deferred == [0, 0]
+    assert_complete(bench)
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("num_narrow", [0, 1, ABSORBED_ROWS])
+def test_a_prompt_after_which_nothing_was_proposed_is_known_with_its_root(bench: Bench, num_narrow: int) -> None:
+    """The draft of one slot lags a row further behind than that of the other, whose prompt has guesses."""
+    bench = Bench(bench.method)
+    for slot, prompt in enumerate(PROMPTS):
+        bench.prefill(slot, prompt, width=1 if slot else 4)
+    for _ in range(num_narrow):
+        bench.decode(1)
+    bench.decode(4)
+    assert_complete(bench)
+    bench.decode(4)
     assert_complete(bench)
 
 

@@ -60,11 +60,12 @@ class Bench:
         self.tokens = [list(prompt) for prompt in PROMPTS]
         self.deferred = 0
 
-    def prefill(self, slot: int, tokens: list[int]) -> None:
+    def prefill(self, slot: int, tokens: list[int], width: int = 0) -> None:
+        """`width`: that trees are proposed for; 0: the widest."""
         reset = ResetSlot(self.sampling, len(PROMPTS[slot]), (7, 90), len(PROMPTS[slot]) + self.sampling.min_new_tokens)
         pages = [1 + slot + 2 * i for i in range(PAGES_PER_SLOT)]
         work = SlotPart(slot=slot, new_pages=pages, tokens=array("i", tokens).tobytes(), reset=reset)
-        self._run(plan_of(0, [work], self.geometry.width))
+        self._run(plan_of(0, [work], width or self.geometry.width))
 
     def decode(self, width: int) -> list[int]:
         """One step of both slots; returns the lengths of their runs."""
@@ -159,7 +160,9 @@ def assert_chain_is_tree(method: str, sampling: SamplingParams, attention: Atten
 def test_the_draft_knows_all_that_is_committed(method: str, widths: tuple[int, ...]) -> None:
     """Its KV is that of a prefill of the same tokens, and so is the tree that it grows from there."""
     models = as_tree(tiny_loaded(MODELS_SEED, NUM_STEPS, method=method), 3)
-    bench = started(models, 8)
+    bench = Bench(models, 8)
+    for slot, prompt in enumerate(PROMPTS):
+        bench.prefill(slot, list(prompt), widths[0])
     runs: list[int] = []
     for width in widths:
         runs += bench.decode(width)

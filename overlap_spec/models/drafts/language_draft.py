@@ -67,6 +67,7 @@ class LanguageDraftWeights:
             extend_work=work,
             draft_vocab_size=len(self.target_ids),
             reads_hidden=False,
+            reads_roots=True,
         )
 
     def attach(

@@ -16,7 +16,7 @@ are written in order and a row sees none after it. So before a step draft KV is 
 position that the prefix cache may take (0..L-1), whatever the widths of the steps were.
 
 Steps of width 1 run no draft; their tokens are kept in a ring per slot, and `catch_up` writes their rows, up to the
-root's, some in each forward.
+root's, some in each forward. Where nothing is proposed after a prompt, its root is the first of them.
 
 The other attends to the target's own keys and values, and has none itself.
 
@@ -69,9 +69,9 @@ class RecentTokens:
         """N."""
         return self.tokens.shape[1]
 
-    def put(self, batch: SlotBatch, positions: Tensor, tokens: Tensor) -> None:
-        """Keep a token of each slot. Shapes: positions, tokens [B] i64."""
-        self.tokens[batch.slots, positions % self.most] = tokens
+    def put(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Keep a token of each slot. Shapes: slots, positions, tokens [B] i64."""
+        self.tokens[slots, positions % self.most] = tokens
 
     def get(self, batch: SlotBatch, positions: Tensor) -> Tensor:
         """Shapes: positions [B, R] i64 -> [B, R] i64."""
@@ -102,9 +102,11 @@ class StandaloneProposer:
         self._recent = recent
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> LastTokens:
-        """Absorb prompt chunks: every row, the first token's too."""
+        """Absorb prompt chunks: every row, the first token's too. The root's is left to `propose` or `catch_up`."""
         self._model.forward(prompts.tokens, rows)
-        return LastTokens(torch.stack((prompts.tokens, prompts.next_tokens), 1)[prompts.last_rows])
+        last = torch.stack((prompts.tokens, prompts.next_tokens), 1)[prompts.last_rows]
+        self._recent.put(prompts.slots, rows.positions[prompts.last_rows] + 1, last[:, 1])
+        return LastTokens(last)
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> LastTokens:
         """Find the new root and the token before it, which is the old root if no guess is accepted. No forward."""
@@ -113,7 +115,7 @@ class StandaloneProposer:
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Keep the token committed after the root: the new root."""
-        self._recent.put(batch, batch.lengths + 1, verdict.follow)
+        self._recent.put(batch.slots, batch.lengths + 1, verdict.follow)
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Write the draft KV of the last `counts` rows, of which the root's is one."""
@@ -135,7 +137,7 @@ class StandaloneProposer:
 
     def enter(self, batch: SlotBatch, learnt: LastTokens) -> Tensor | Normed:
         """Run the root and the token before it. See `Drafter`."""
-        self._recent.put(batch, batch.lengths, learnt.tokens[:, 1])
+        self._recent.put(batch.slots, batch.lengths, learnt.tokens[:, 1])
         before = (batch.lengths - 1).clamp(min=0)  # the dummy slot has no tokens
         rows = window_rows(batch, torch.stack((before, before + 1), 1), self._page_size)
         hidden = self._model.forward(learnt.tokens.reshape(-1), rows).hidden
@@ -160,9 +162,7 @@ class RereadingProposer(StandaloneProposer):
     """
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> LastTokens:
-        """Absorb prompt chunks; the root, which was drawn, is left."""
-        self._model.forward(prompts.tokens, rows)
-        roots = prompts.next_tokens[prompts.last_rows]
+        roots = super().prefill(prompts, rows, output).tokens[:, 1]
         return LastTokens(roots[:, None], torch.ones_like(roots))
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> LastTokens:
@@ -173,7 +173,7 @@ class RereadingProposer(StandaloneProposer):
         """Run what was committed; rows after the root's are overwritten before a row attends to them."""
         assert learnt.count is not None, "as this class learns"
         tokens, count = learnt.tokens.clamp(min=0), learnt.count
-        self._recent.put(batch, batch.lengths, tokens.gather(1, count[:, None] - 1).squeeze(1))
+        self._recent.put(batch.slots, batch.lengths, tokens.gather(1, count[:, None] - 1).squeeze(1))
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         rows = window_rows(batch, (batch.lengths - count + 1)[:, None] + columns, self._page_size)
         hidden = self._model.forward(tokens.reshape(-1), rows).hidden

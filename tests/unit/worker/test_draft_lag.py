@@ -40,8 +40,18 @@ def test_a_new_request_has_missed_nothing() -> None:
     assert lag.before((0, 1), 2) == [1, 0]
 
 
+def test_the_root_of_a_prompt_that_proposed_nothing_is_missed_where_it_has_a_row() -> None:
+    lag, other = DraftLag(4, counts_roots=True), DraftLag(4)
+    for each in (lag, other):
+        each.after_prompts((0, 2))
+        each.after((0, 1), 1, False)
+    assert lag.before((0, 1, 2), 2) == [2, 1, 1]
+    assert other.before((0, 1, 2), 2) == [1, 1, 0]
+
+
 def test_without_rows_that_are_kept_nothing_is_counted() -> None:
-    lag = DraftLag(0)
+    lag = DraftLag(0, counts_roots=True)
+    lag.after_prompts((0,))
     lag.after((0,), 1, False)
     assert lag.before((0,), 4) == lag.before((0,), 1) == []
 
@@ -49,7 +59,7 @@ def test_without_rows_that_are_kept_nothing_is_counted() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_ring_holds_more_than_it_can_whatever_the_steps(seed: int) -> None:
     rng, most = random.Random(seed), 3
-    lag, missed = DraftLag(most), [0] * 4
+    lag, missed = DraftLag(most, counts_roots=True), [0] * 4
     slots = [0]
     for _ in range(400):
         if rng.random() < 0.3:
@@ -57,8 +67,10 @@ def test_no_ring_holds_more_than_it_can_whatever_the_steps(seed: int) -> None:
         width = rng.choice((1, 1, 1, 1, 2))
         left_out = set(rng.sample(slots, rng.randint(0, len(slots) - 1))) if rng.random() < 0.3 else set[int]()
         if rng.random() < 0.1:
-            missed[slots[0]] = 0
-            lag.forget([slots[0]])
+            lag.forget(slots[:1])
+            if missed[slots[0]] % 2:
+                lag.after_prompts(slots[:1])
+            missed[slots[0]] %= 2
         counts = lag.before(slots, width)
         wanted = max(missed[slot] for slot in slots) >= (most if width == 1 else 1)
         assert counts == ([missed[slot] for slot in slots] if wanted else [])

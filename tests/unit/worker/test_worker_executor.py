@@ -312,7 +312,7 @@ def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
     handle.left_out = {1: 7}
     inputs.leave_out(handle, part, CpuDevice())
     assert slots.tolist() == [3, 9, 5] and tables.tolist() == [[1, 2], [0, 0], [5, 6]]
-    inputs.launched(SimpleNamespace(has_windows=False))
+    inputs.launched(SimpleNamespace(has_windows=False, chunks=None))
     assert slots.tolist() == [3, 7, 5]
 
 
