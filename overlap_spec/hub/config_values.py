@@ -33,11 +33,11 @@ class Rule:
 
 
 def check_values(config: Mapping[str, Any], origin: str) -> None:
-    """Check every value that a rule is about, those of rotary positions in their own objects too.
+    """Check every value that a rule is about, those of rotary positions and of drafts in their own objects too.
 
     Raises: CheckpointError naming `origin`, the key, what was found and what would be right.
     """
-    for key, value in chain(config.items(), *map(_of_rotation, _rotations(config))):
+    for key, value in chain(config.items(), *map(Mapping.items, _objects(config))):
         rule = RULES.get(key)
         if rule is not None and value is not None and not rule.holds(value):
             raise CheckpointError(f"{origin}: {key} must be {rule.words}, found {_shown(value)}")
@@ -64,14 +64,10 @@ def check_eos(ids: tuple[Any, ...], vocab_size: int, origin: str) -> None:
         )
 
 
-def _rotations(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The objects about rotary positions; Gemma 3 has one for each kind of layer within `rope_parameters`."""
-    found = [value for key in ROTATIONS if isinstance(value := config.get(key), Mapping)]
+def _objects(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Objects with values of their own; Gemma 3 has one for each kind of layer within `rope_parameters`."""
+    found = [value for key in (*ROTATIONS, *OF_DRAFTS) if isinstance(value := config.get(key), Mapping)]
     return [*found, *(inner for each in found for inner in each.values() if isinstance(inner, Mapping))]
-
-
-def _of_rotation(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in values.items() if key in RULES]
 
 
 def _shown(value: Any) -> str:
@@ -101,37 +97,50 @@ def _listed(rule: Rule) -> Rule:
     )
 
 
-ROTATIONS = ("rope_parameters", "rope_scaling")
-SIZE, HEADS, LAYERS, TOKENS, POSITIONS = 2**20, 2**12, 2**12, 2**24, 2**24
+ROTATIONS, OF_DRAFTS = ("rope_parameters", "rope_scaling"), ("eagle_config", "dflash_config")
+SIZE, HEADS, LAYERS, TOKENS, POSITIONS, EXPERTS = 2**20, 2**12, 2**12, 2**24, 2**24, 2**14
 BOOLEAN = Rule("true or false", lambda value: isinstance(value, bool))
 OBJECT = Rule("null or an object", lambda value: isinstance(value, Mapping))
+WORD = Rule("a name", lambda value: isinstance(value, str))
 NAMES = Rule("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value))
+INTEGERS = Rule("a list of integers", lambda value: isinstance(value, list) and all(map(_is_int, value)))
 POSITIVE = _numbers("a positive, finite number", lambda value: value > 0)
 BASE = _numbers("a finite number above 1", lambda value: value > 1)
 PART = _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1)
+WEIGHT = _numbers("a finite number from 0", lambda value: value >= 0)
 LIMIT = Rule("null or a finite number from 0", lambda value: value is None or (_is_number(value) and value >= 0))
 
+BOOLEANS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "truncate", "use_qk_norm"),
+    *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "norm_topk_prob", "rope_interleave"),
+    *("add_swa_attention_sink_bias", "add_full_attention_sink_bias", "mamba_conv_bias", "mamba_proj_bias"),
+    *("norm_output", "norm_before_residual", "norm_before_fc", "embed_requires_grad", "use_aux_hidden_state"),
+    *("use_ordered_embeddings", "enable_confidence_head", "confidence_head_with_markov", "is_causal"),
+)
 RULES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "target_hidden_size"), _integers(1, SIZE)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _integers(1, HEADS)),
-    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), _integers(1, HEADS)),
+    **dict.fromkeys(("num_hidden_layers", "full_attention_interval"), _integers(1, LAYERS)),
+    **dict.fromkeys(("max_window_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"), _integers(0, LAYERS)),
+    **dict.fromkeys(("num_kv_shared_layers", "n_shared_experts", "first_k_dense_replace"), _integers(0, LAYERS)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "swa_num_attention_heads"), _integers(1, HEADS)),
+    **dict.fromkeys(("swa_num_key_value_heads", "num_global_key_value_heads"), _integers(1, HEADS)),
     **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), _integers(1, HEADS)),
     **dict.fromkeys(
         ("head_dim", "global_head_dim"),
         Rule("an even integer from 2 to 4096", lambda value: _is_int(value) and 2 <= value <= 4096 and value % 2 == 0),
     ),
-    "num_hidden_layers": _integers(1, LAYERS),
-    "num_kv_shared_layers": _integers(0, LAYERS),
-    "num_global_key_value_heads": _integers(1, HEADS),
-    "final_logit_softcapping": POSITIVE,
-    "num_nextn_predict_layers": _integers(0, LAYERS),
-    "mtp_num_hidden_layers": _integers(0, LAYERS),
-    "full_attention_interval": _integers(1, LAYERS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _integers(1, HEADS)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _integers(1, HEADS)),
     **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), _integers(1, HEADS)),
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_expand"), _integers(1, HEADS)),
-    "max_window_layers": _integers(0, LAYERS),
+    # Their readers know which of these may be 0.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _integers(0, EXPERTS)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_group", "topk_group"), _integers(0, EXPERTS)),
+    **dict.fromkeys(("moe_intermediate_size", "share_expert_dim", "shared_intermediate_size"), _integers(0, SIZE)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "hidden_size_per_layer_input"), _integers(0, SIZE)),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "markov_rank"), _integers(0, SIZE)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), _integers(1, HEADS)),
+    **dict.fromkeys(("vocab_size_per_layer_input", "num_centroids"), _integers(0, TOKENS)),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), _integers(1, TOKENS)),
     # Angles are products in float32, which tells so many positions apart.
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _integers(1, POSITIONS)),
@@ -142,42 +151,26 @@ RULES = {
     **dict.fromkeys(("rope_local_base_freq", "swa_rope_theta"), BASE),
     "rope_theta": Rule(
         f"{BASE.words}, or a list of such",
-        lambda value: all(map(BASE.holds, value)) if isinstance(value, list) else BASE.holds(value),
+        lambda value: value != [] and all(map(BASE.holds, value if isinstance(value, list) else [value])),
     ),
     "num_attention_groups": _integers(1, HEADS),
-    **dict.fromkeys(("attention_value_scale", "moe_router_scaling_factor"), POSITIVE),
+    **dict.fromkeys(("attention_value_scale", "moe_router_scaling_factor", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys((f"{part}_multiplier" for part in ("embedding", "attention", "residual")), POSITIVE),
-    "logits_scaling": POSITIVE,
+    **dict.fromkeys(("logits_scaling", "final_logit_softcapping", "input_embedding_scale"), POSITIVE),
     "partial_rotary_factor": PART,
     "partial_rotary_factors": _listed(PART),
     **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), _listed(LIMIT)),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
     "attention_factor": POSITIVE,
-    **dict.fromkeys(
-        (
-            "tie_word_embeddings",
-            "attention_bias",
-            "mlp_bias",
-            "use_sliding_window",
-            "attention_k_eq_v",
-            "enable_moe_block",
-            "use_double_wide_mlp",
-            "add_swa_attention_sink_bias",
-            "add_full_attention_sink_bias",
-            "norm_output",
-            "norm_before_residual",
-            "norm_before_fc",
-            "embed_requires_grad",
-            "bias",
-            "truncate",
-        ),
-        BOOLEAN,
-    ),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), WEIGHT),
+    **dict.fromkeys(BOOLEANS, BOOLEAN),
     "use_bidirectional_attention": Rule(
         "true, false, 'all' or 'vision'", lambda value: isinstance(value, bool) or value in ("all", "vision")
     ),
-    **dict.fromkeys((*ROTATIONS, "eagle_config", "per_layer_config", "attention_other_setting"), OBJECT),
-    **dict.fromkeys(("architectures", "layer_types"), NAMES),
+    **dict.fromkeys((*ROTATIONS, *OF_DRAFTS, "per_layer_config", "attention_other_setting"), OBJECT),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "target_layer_ids"), INTEGERS),
+    **dict.fromkeys(("architectures", "layer_types", "yarn_only_types"), NAMES),
+    **dict.fromkeys(("rope_type", "type"), WORD),
 }
 
 

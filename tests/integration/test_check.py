@@ -1,7 +1,10 @@
 """`overlap-spec check` and a start refuse the same, in the same words: every bad input goes through both."""
 
 import json
+import random
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +49,7 @@ from overlap_spec.worker.build import load_models
 from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, settle_geometry
 
 TARGETS = TARGET_ERRORS | MIXTURE_ERRORS
+BAD_VALUES = (0, -1, 7, 10**9, 0.5, float("nan"), float("inf"), None, True, "x", [], [1], ["x"], {"x": 1})
 NO_GPU = Asked()
 check = partial(check_with, formats=format_names)
 EAGLE3: dict[str, Any] = {
@@ -94,6 +98,35 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_bad_target(case: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, TARGETS[case][0](tiny_target(6)))
     assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
+
+
+@pytest.mark.slow_but_every(7)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_any_value_of_a_config_is_taken_or_refused_by_name(family: str, tmp_path: Path) -> None:
+    """Drawn keys with values that they seldom may have: nothing else is raised, by `check` or by a start."""
+    write_checkpoint(tmp_path, tiny_target(6, **TINY_FAMILIES[family]))
+    path, config = tmp_path / "config.json", config_of(tmp_path)
+    right = json.loads(path.read_text())
+    for place, value in random.Random(family).sample([*product(places_of(right), BAD_VALUES)], k=40):
+        wrong = json.loads(json.dumps(right))
+        holder = wrong
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = value
+        path.write_text(json.dumps(wrong))
+        report = check(config, NO_GPU)
+        if report.refused:
+            assert said_at_start(config) == report.refused[0]
+        elif place[-1] != "tie_word_embeddings":  # only values tell whether they are
+            start(config)
+
+
+def places_of(values: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Keys, and those of objects within."""
+    for key, value in values.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *inner) for inner in places_of(value))
 
 
 @pytest.mark.slow_but_every(4)

@@ -82,6 +82,11 @@ TARGET_ERRORS: dict[str, tuple[Spoil, str]] = {
     "no architecture": (configured(architectures=None), "architecture missing is not supported"),
     "unknown rope": (configured(rope_scaling={"rope_type": "longrope"}), "rope type 'longrope' is not supported"),
     "rope without factor": (configured(rope_scaling={"rope_type": "linear"}), "'linear' needs 'factor'"),
+    "rope with a null": (configured(rope_scaling={"rope_type": "linear", "factor": None}), "'linear' needs 'factor'"),
+    "a factor without a type": (
+        configured(rope_scaling={"factor": 8.0}),
+        "has a factor, and no rope_type that uses it",
+    ),
     "partial rope": (configured(partial_rotary_factor=0.5), "part of a head"),
     "sliding window": (configured(sliding_window=4096), "sliding_window 4096 is not supported"),
     "bad window": (mistral(sliding_window="all"), "sliding_window must be null or a positive integer, found 'all'"),

@@ -294,7 +294,7 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     ),
     "dense layers that are no number": (
         latent(configured(first_k_dense_replace=-1)),
-        "first_k_dense_replace must be a positive integer, found -1",
+        "first_k_dense_replace must be an integer from 0 to 4096, found -1",
     ),
     "weights that add up to 1 in DeepSeek-V2": (
         mixture(configured(norm_topk_prob=True), "deepseek v2 lite"),

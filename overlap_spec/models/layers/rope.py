@@ -42,7 +42,10 @@ class RopeConfig:
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
             raise CheckpointError(f"{origin}: rope_scaling must be null or an object, found {scaling!r}")
+        scaling = {key: value for key, value in scaling.items() if value is not None}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind == "default" and "factor" in scaling:
+            raise CheckpointError(f"{origin}: rope_scaling has a factor, and no rope_type that uses it")
         if kind not in _FREQUENCIES:
             raise CheckpointError(
                 f"{origin}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}"

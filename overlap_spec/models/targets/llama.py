@@ -155,7 +155,7 @@ def _window_where_asked(config: ConfigReader) -> Windows:
         return (None,) * num_layers
     if (kinds := config.layer_types()) is not None:
         return tuple(window if kind == SLIDING else None for kind in kinds)
-    first = config.values.get("max_window_layers", _QWEN_FULL_LAYERS)
+    first = config.count("max_window_layers", _QWEN_FULL_LAYERS)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
@@ -222,7 +222,7 @@ class LlamaConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=reader.size("vocab_size"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=reader.norm_eps(),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=family.attention_bias(config),
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),

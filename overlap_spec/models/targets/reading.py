@@ -91,6 +91,10 @@ class ConfigReader:
         found = default if value is None else value
         return 0 if found == 0 and not isinstance(found, bool) else self.size(key, default)
 
+    def norm_eps(self) -> float:
+        """What norms add to their squares, a Llama's where the config does not say."""
+        return float(self.values.get("rms_norm_eps") or 1e-6)
+
     def heads(self, default_head_dim: int | None = None) -> tuple[int, int, int]:
         """Query heads, key and value heads, head dim. `default_head_dim`: if not hidden size / heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
@@ -171,7 +175,7 @@ class ConfigReader:
             hidden_size=self.size("hidden_size"),
             intermediate_size=self.size("intermediate_size"),
             vocab_size=self.size("vocab_size"),
-            rms_norm_eps=float(self.values.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=self.norm_eps(),
             tie_word_embeddings=tied if given is None else bool(given),
             shapes=shapes,
         )

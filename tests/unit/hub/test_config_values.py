@@ -14,6 +14,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.hub.config_values import check_values
 from overlap_spec.models.loading.loader import read_target_config
+from overlap_spec.models.targets.llama import LlamaConfig
 
 NAN, INF = float("nan"), float("inf")
 THETA = "rope_theta must be a finite number above 1, or a list of such"
@@ -40,6 +41,20 @@ WRONG = [
     ({"max_position_embeddings": 10**12}, "max_position_embeddings must be an integer from 1 to 16777216"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, found 'no'"),
     ({"attention_bias": 1}, "attention_bias must be true or false, found 1"),
+    ({"rope_theta": []}, rf"{THETA}, found \[\]"),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type must be a name, found \['yarn'\]"),
+    ({"rope_scaling": {"type": "yarn", "mscale": "x"}}, "mscale must be a finite number from 0, found 'x'"),
+    ({"routed_scaling_factor": INF}, "routed_scaling_factor must be a positive, finite number, found inf"),
+    ({"norm_topk_prob": "no"}, "norm_topk_prob must be true or false, found 'no'"),
+    ({"num_experts": 10**9}, "num_experts must be an integer from 0 to 16384, found 1000000000"),
+    ({"kv_lora_rank": 10**9}, "kv_lora_rank must be an integer from 0 to 1048576, found 1000000000"),
+    ({"yarn_only_types": NAN}, "yarn_only_types must be a list of names, found nan"),
+    ({"dflash_config": "x"}, "dflash_config must be null or an object, found 'x'"),
+    ({"eagle_config": {"use_aux_hidden_state": 1}}, "use_aux_hidden_state must be true or false, found 1"),
+    (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": True}},
+        "eagle_aux_hidden_state_layer_ids must be a list of integers, found True",
+    ),
     ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
 ]
 
@@ -68,6 +83,16 @@ def test_a_value_that_cannot_be_right_names_file_key_value_and_what_would_be_rig
 def test_every_value_of_an_ordinary_config_passes_and_nulls_are_left_to_their_readers() -> None:
     check_values(tiny_config(), "config.json")
     check_values(dict.fromkeys(tiny_config()), "config.json")
+
+
+@pytest.mark.parametrize(
+    "nulls", [("rms_norm_eps",), ("rope_theta", "rope_parameters"), ("max_window_layers", "layer_types")], ids=str
+)
+def test_a_null_is_what_a_config_without_the_key_has(nulls: tuple[str, ...]) -> None:
+    config = tiny_config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8)
+    without = {key: value for key, value in config.items() if key not in nulls}
+    found, expected = (LlamaConfig.from_hf(each, "config.json") for each in (config | dict.fromkeys(nulls), without))
+    assert found == expected
 
 
 def test_serve_ends_with_status_2_before_a_process_is_started(
