@@ -314,10 +314,9 @@ class ServerSettings(Struct, frozen=True):
 
 
 class SupervisorSettings(Struct, frozen=True):
-    """Owner: the process that watches the others. Seconds: without a heartbeat (0: no limit), and to drain."""
+    """Owner: the process that watches the others. `watchdog_timeout_s`: without a heartbeat; 0: no limit."""
 
     watchdog_timeout_s: float = 60.0
-    drain_timeout_s: float = 30.0
 
 
 class LinkSettings(Struct, frozen=True):

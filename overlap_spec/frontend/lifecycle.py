@@ -173,10 +173,10 @@ class Lifecycle:
         self.abort(request, reason)
         self.refuse(request.client, request.request_id, error)
 
-    def reject(self, request: OpenRequest, code: ErrorCode, text: str) -> None:
+    def reject(self, request: OpenRequest, code: ErrorCode, text: str, field: str = "") -> None:
         """Close a request that no scheduler runs any more. Its client gets the reason."""
         self.close(request)
-        self._clients.send(request.client, Rejected(request.request_id, code, text))
+        self._clients.send(request.client, Rejected(request.request_id, code, text, field))
 
     def refuse(self, client: int, request_id: str, error: Exception) -> None:
         """Answer with an error, whether the request has been opened or not."""

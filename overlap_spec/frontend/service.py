@@ -221,7 +221,7 @@ class FrontendService:
                 self._recover(message)
             case Refused():
                 if (request := self._requests.by_uid(message.uid)) is not None:
-                    self._lifecycle.reject(request, message.code, message.message)
+                    self._lifecycle.reject(request, message.code, message.message, message.field)
             case Flushed():
                 self._queries.flushed(message)
             case Memo():

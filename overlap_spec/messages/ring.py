@@ -392,6 +392,7 @@ class Refused(Message, frozen=True):
     uid: int
     code: ErrorCode
     message: str
+    field: str = ""  # of the request, where one is why
 
 
 class Flushed(Message, frozen=True):

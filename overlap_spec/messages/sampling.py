@@ -336,7 +336,7 @@ SAMPLING_RULES = (
     SamplingRule("min_p", lambda asked: 0 <= asked.min_p <= 1, "in [0, 1]"),
     SamplingRule("presence_penalty", lambda asked: -2 <= asked.presence_penalty <= 2, "in [-2, 2]"),
     SamplingRule("frequency_penalty", lambda asked: -2 <= asked.frequency_penalty <= 2, "in [-2, 2]"),
-    SamplingRule("repetition_penalty", lambda asked: 0 < asked.repetition_penalty <= 2, "in (0, 2]"),
+    SamplingRule("repetition_penalty", lambda asked: 1e-6 <= asked.repetition_penalty <= 2, "in [0.000001, 2]"),
     SamplingRule(
         "stop",
         lambda asked: _fit(asked.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS),

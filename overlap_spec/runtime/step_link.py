@@ -119,11 +119,6 @@ class QueuedOutlet(Generic[T]):
         self._unsent.append(payload)
         self._flush()
 
-    @property
-    def num_unsent(self) -> int:
-        """Payloads that wait."""
-        return len(self._unsent)
-
     def send_all(self, messages: Sequence[T]) -> None:
         """The same with several messages, which the reader finds together."""
         self.send_payload(MANY + self._encoder.encode(messages))

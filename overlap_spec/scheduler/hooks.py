@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import Extension, Stats, StepResult
 from overlap_spec.scheduler.requests import Request, Step
 
@@ -67,7 +68,7 @@ class RequestOwner(Protocol):
     def released(self, request: Request) -> None:
         """No hook holds it any longer."""
 
-    def failed(self, request: Request, error: str) -> None:
+    def failed(self, request: Request, error: RequestError) -> None:
         """A hook can do no more for it, whether it still held it or not."""
 
 
@@ -127,7 +128,7 @@ class Hooks:
         if not held.holds:
             held.owner.released(held.request)
 
-    def fail(self, uid: int, error: str) -> None:
+    def fail(self, uid: int, error: RequestError) -> None:
         """End a request that a hook has held; nothing if it is gone."""
         held = self._held.get(uid)
         if held is not None:

@@ -13,6 +13,7 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 import logging
 from collections.abc import Sequence
 
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     NO_TOKEN,
     AbortReason,
@@ -90,15 +91,15 @@ class Ledger:
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.extensions else None
 
-    def fail(self, uid: int, error: str) -> Refused | None:
+    def fail(self, uid: int, error: RequestError) -> Refused | None:
         """End a request that a feature can do no more for."""
         request = self._queues.open.get(uid)
         if request is None:
             return None
-        request.finish = Finish(FinishKind.ABORT, message=error)
+        request.finish = Finish(FinishKind.ABORT, message=str(error))
         self._queues.close(request)
         self._counters.aborted += 1
-        return Refused(uid, ErrorCode.BAD_REQUEST, error)
+        return Refused(uid, ErrorCode.BAD_REQUEST, str(error), error.field)
 
     def take_failed(self) -> list[Refused]:
         """The requests that the last results have ended because the target could draw no token for them."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -205,7 +206,7 @@ class Scheduler:
     def released(self, request: Request) -> None:
         self.queues.release(request)
 
-    def failed(self, request: Request, error: str) -> None:
+    def failed(self, request: Request, error: RequestError) -> None:
         self._reply(self.ledger.fail(request.uid, error))
 
     def _flush(self) -> None:

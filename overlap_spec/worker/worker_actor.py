@@ -177,7 +177,7 @@ def _facts(settings: Settings, geometry: Geometry, models: LoadedModels, started
         bytes_per_s=started.ceiling.bytes_per_s,
         flop_per_s=started.ceiling.flop_per_s,
         verification=_verification_fact(settings.spec, models),
-        acceptance=_acceptance_fact(settings.spec),
+        acceptance=synthetic_acceptance(means) if (means := settings.spec.simulated_accept_lens) else "real",
         logit_processor=settings.logit_processor or "none",
         weight_format=formats[0],
         draft_weight_format=formats[1],
@@ -205,11 +205,6 @@ def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
     if said.endswith(LOSSY):
         log.warning("verification: %s", said)
     return said
-
-
-def _acceptance_fact(spec: SpecSettings) -> str:
-    means = spec.simulated_accept_lens
-    return synthetic_acceptance(means) if means else "real"
 
 
 async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = None) -> None:

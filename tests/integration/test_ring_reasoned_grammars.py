@@ -18,7 +18,7 @@ from support.sampling_oracle import must_draw
 from support.tiny.grammars import END
 
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.messages import Grammar, GrammarKind, Reasoning, SamplingParams, Thinking
+from overlap_spec.messages import JSON_WHITE_SPACE, Grammar, GrammarKind, Reasoning, SamplingParams, Thinking
 
 PROMPT = [11, 40, 71, 9, 80, 33]
 ANSWER = r"[0-9]{3}-[a-f]{2,20}!"
@@ -48,7 +48,7 @@ class ReasonedOracle(GrammarOracle):
         if (thinking := grammar.thinking) is None:
             return super().forbidden(grammar, tokens)
         begin = answer_begins(tokens, thinking)
-        plain = Grammar(GrammarKind.REGEX, rf"\s*{grammar.text}")
+        plain = Grammar(GrammarKind.REGEX, JSON_WHITE_SPACE + grammar.text)
         if begin is not None:
             return super().forbidden(plain, tokens[begin:])
         if not thinking.is_open and len(tokens) < len(thinking.opening):

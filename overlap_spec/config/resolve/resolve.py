@@ -120,7 +120,7 @@ def resolve(
             deterministic=deterministic,
         ),
         server=_resolve_server(config, files, keys, machine.otlp_protocol),
-        supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
+        supervisor=SupervisorSettings(config.watchdog_timeout),
         link=_resolve_link(config, keys, isolation),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from overlap_spec.errors import RequestError
 from overlap_spec.features.audit import Audit, Audited, StopSpeculating
 from overlap_spec.messages import (
     AuditRoom,
@@ -187,7 +188,7 @@ class Audits(SchedulerHook):
     def released(self, request: Request) -> None:
         self.waiting.append(self.held[request.uid])
 
-    def failed(self, request: Request, error: str) -> None:
+    def failed(self, request: Request, error: RequestError) -> None:
         """See `RequestOwner`. The request is still held, or the step in flight cannot run it further."""
         run = self.held.get(request.uid)
         if run is None:

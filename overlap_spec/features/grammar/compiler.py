@@ -24,6 +24,7 @@ from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Reasoning
 
 ANSWER = "answer"  # a grammar within a grammar
+GAP = f"gap: /{JSON_WHITE_SPACE}/"  # before it; without a bound, a weak model may never begin
 
 
 def with_markers(rules: str, markers: Sequence[str], special_tokens: Mapping[str, int]) -> str:
@@ -41,7 +42,7 @@ def after_reasoning(rules: str, reasoning: Reasoning, is_reasoning: bool, specia
     thought = f"{begins}thought {'bridge' if reasoning.bridge else 'gap'}"
     outer = [
         f"start: {thought if is_reasoning else f'({thought})?'}{' header' if reasoning.header else ''} @{ANSWER}",
-        r"gap: /\s*/",
+        GAP,
         _thought(reasoning.closing, special_tokens),
         f"opening: {_marker(reasoning.opening, special_tokens)}",
         *_between(reasoning, special_tokens),
@@ -55,7 +56,7 @@ def after_gap(rules: str, reasoning: Reasoning | None, special_tokens: Mapping[s
     What a model writes instead of white space may follow, or the reasoning has been left out.
     """
     if reasoning is None or not reasoning.bridge:
-        return _around(f"start: gap @{ANSWER}\ngap: /\\s*/", rules)
+        return _around(f"start: gap @{ANSWER}\n{GAP}", rules)
     start = f"start: bridge?{' header' if reasoning.header else ''} @{ANSWER}"
     return _around("\n".join((start, *_between(reasoning, special_tokens))), rules)
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 
 from msgspec.structs import replace
 
+from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.messages import Extension, StepResult, ToWorker
 from overlap_spec.runtime.heap import Repeated
@@ -66,7 +67,7 @@ class GrammarHolds(SchedulerHook):
                     self._compiled.add(message.uid)
                     self._hooks.release(message.uid)
             case GrammarFailed():
-                self._hooks.fail(message.uid, message.error)
+                self._hooks.fail(message.uid, RequestError("grammar", message.error))
             case _:
                 return False
         self._ask()

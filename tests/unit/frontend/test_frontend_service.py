@@ -276,8 +276,8 @@ def test_what_the_scheduler_refuses_is_rejected() -> None:
     async def story(h: Harness) -> None:
         h.generate()
         uid = (await h.admitted()).uid
-        h.inbox.send(Refused(uid, ErrorCode.OVERLOADED, "the queue is full"))
-        assert await h.heard(Rejected) == Rejected("a", ErrorCode.OVERLOADED, "the queue is full")
+        h.inbox.send(Refused(uid, ErrorCode.BAD_REQUEST, "it is full", "grammar"))
+        assert await h.heard(Rejected) == Rejected("a", ErrorCode.BAD_REQUEST, "it is full", "grammar")
         h.inbox.send(Refused(uid, ErrorCode.OVERLOADED, "again"))
         await h.settle()
         assert h.nothing_more()

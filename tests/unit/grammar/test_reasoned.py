@@ -33,13 +33,22 @@ def may_follow(tokens: list[int], thinking: Thinking) -> set[int]:
     letters = {71: "a", 72: "b", END: "$", 6: " "}
     tail = tokens if begin is None else tokens[begin:]
     text = "".join(letters.get(token, "?") for token in tail)
-    beginnings = re.compile(r" *(a{0,4}|a{2,4}b\$?)$")
+    beginnings = re.compile(r" {0,20}(a{0,4}|a{2,4}b\$?)$")
     of_answer = {token for token, letter in letters.items() if re.match(beginnings, text + letter)}
     if begin is not None:
         return of_answer
     if not thinking.is_open and tuple(tokens) == thinking.opening[: len(tokens)] != thinking.opening:
         return of_answer | {thinking.opening[len(tokens)]}
     return set(range(VOCAB_SIZE)) - {END}
+
+
+def test_white_space_before_the_answer_has_an_end() -> None:
+    thinking = Thinking(0, True, (), (72,))
+    matcher = ReasonedMatcher(
+        compiler.compile(Grammar(GrammarKind.REGEX, ANSWER, thinking=thinking)), thinking, (END,), VOCAB_SIZE
+    )
+    assert matcher.try_consume_tokens([72, *[6] * 25]) == 1 + 20
+    assert allowed(matcher) == {71}
 
 
 @pytest.mark.parametrize("seed", range(30))

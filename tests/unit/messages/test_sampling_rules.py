@@ -41,7 +41,7 @@ REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
     "min_p": [-0.01, 1.01, NAN],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, NAN],
-    "repetition_penalty": [0.0, 2.1, NAN],
+    "repetition_penalty": [0.0, 1e-7, 2.1, NAN],
     "seed": [2**63, -(2**63) - 1],
     "stop": [("",), ("x",) * (MAX_STOP_STRINGS + 1), ("x", "y" * (MAX_STOP_CHARS + 1))],
     "stop_regex": [("",), ("x",) * (MAX_STOP_STRINGS + 1), ("x", "y" * (MAX_STOP_CHARS + 1))],

@@ -209,12 +209,12 @@ def test_a_loop_never_waits_for_a_busy_reader(tmp_path: Path) -> None:
             outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
             for uid in range(3_000):
                 outlet.send(DropGrammar(uid))
-            assert outlet.num_unsent
+            assert outlet._unsent
             found: list[int] = []
             while len(found) < 3_000:
                 found += [each.uid for each in link.inbox.poll()]
                 await asyncio.sleep(0)
-            assert found == list(range(3_000)) and not outlet.num_unsent
+            assert found == list(range(3_000)) and not outlet._unsent
             outlet.close()
 
     asyncio.run(asyncio.wait_for(story(), TIMEOUT_S))
@@ -406,13 +406,13 @@ def test_what_there_is_no_room_for_waits_in_order(tmp_path: Path, num_bytes: int
             outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
             for step_id in range(3_000):
                 outlet.send(plan(step_id, num_bytes))
-            assert outlet.num_unsent > 0
+            assert outlet._unsent
             found: list[Any] = []
             while len(found) < 3_000:
                 found += [await link.inbox.recv(), *link.inbox.drain()]
                 await asyncio.sleep(0)
             assert found == [plan(step_id, num_bytes) for step_id in range(3_000)]
-            assert outlet.num_unsent == 0
+            assert not outlet._unsent
             outlet.close()
 
     asyncio.run(asyncio.wait_for(story(), TIMEOUT_S))
@@ -439,7 +439,7 @@ def test_messages_to_a_reader_that_is_gone_are_lost(tmp_path: Path) -> None:
             assert (await link.inbox.recv()).uid == 1
         for uid in range(3):
             outlet.send(abort(uid))
-        assert outlet.num_unsent == 0
+        assert not outlet._unsent
         outlet.close()
 
     asyncio.run(story())
@@ -476,7 +476,7 @@ def test_several_readers_get_the_same_messages_encoded_once(tmp_path: Path, monk
             shared.send(plans[0])
             shared.send_all([plans[1], DropGrammar(4)])
             of_first = [await first.inbox.recv() for _ in range(3)]
-            assert [outlet.num_unsent for outlet in outlets] == [0, 2]
+            assert [len(outlet._unsent) for outlet in outlets] == [0, 2]
             with ends(tmp_path / "1", ToWorker) as second:
                 of_second = [await second.inbox.recv() for _ in range(3)]
         shared.close()

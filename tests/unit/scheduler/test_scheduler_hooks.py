@@ -9,6 +9,7 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec import features
+from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar import GrammarFailed
 from overlap_spec.messages import Extension, FinishKind, Grammar, GrammarKind, Stats, StepResult, ToScheduler
 from overlap_spec.scheduler.hooks import Hooks, Runs, SchedulerHook
@@ -101,12 +102,13 @@ def test_a_request_that_ends_while_it_is_held_is_closed_once() -> None:
     for uid in (1, 2):
         bench.admit(make_admit(uid, PROMPT, 4))
     bench.abort(1)
-    bench.scheduler.hooks.fail(2, "no further")
-    bench.scheduler.hooks.fail(2, "and once more")
+    bench.scheduler.hooks.fail(2, RequestError("grammar", "no further"))
+    bench.scheduler.hooks.fail(2, RequestError("grammar", "and once more"))
     bench.scheduler.send_replies()
     for message in bench.frontend.drain():
         bench._receive(message)
     assert bench.finishes[1].kind is FinishKind.ABORT and bench.refused[2].message == "no further"
+    assert bench.refused[2].field == "grammar"
     assert holds.closed_uids == [1, 2] and not bench.scheduler.queues.held
     bench.check_drained()
 
