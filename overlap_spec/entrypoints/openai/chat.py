@@ -131,6 +131,8 @@ class ChatRunner:
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":  # as templates call it that have a switch
+            template_kwargs = {"enable_thinking": False, "thinking": False, **template_kwargs}
         if body.documents:
             template_kwargs["documents"] = body.documents
         if body.add_special_tokens:

@@ -224,13 +224,23 @@ def finite(log_prob: float) -> float:
     return max(log_prob, LEAST)
 
 
-class ChatEntries:
+class _Entries:
+    """Log-probs of an answer. `top`: of its tokens; None: they have none."""
+
+    def __init__(self, body: CommonRequest, top: int | None) -> None:
+        self._names = TokenNames(body.return_tokens_as_token_ids)
+        self._top, self._prompt_top = top, _prompt_top(body)
+
+    def prompt(self, entries: Sequence[TokenLogProb], parts: JsonParts) -> PromptLogProbs | UnsetType:
+        """vLLM's `prompt_logprobs`; left out if they are not asked for."""
+        return UNSET if self._prompt_top is None else self._names.prompt(entries, self._prompt_top, parts)
+
+
+class ChatEntries(_Entries):
     """A chat's log-probs."""
 
     def __init__(self, body: ChatRequest) -> None:
-        self._names = TokenNames(body.return_tokens_as_token_ids)
-        self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._prompt_top = _prompt_top(body)
+        super().__init__(body, (body.top_logprobs or 0) if body.logprobs else None)
 
     def read(self, entries: Sequence[TokenLogProb], parts: JsonParts) -> ChatLogProbs | Raw | None:
         """Of an answer's tokens; None if none are asked for, or there are no tokens."""
@@ -240,18 +250,12 @@ class ChatEntries:
             return parts.later(self._names.chat_parts(entries, self._top))
         return self._names.chat(entries, self._top)
 
-    def prompt(self, entries: Sequence[TokenLogProb], parts: JsonParts) -> PromptLogProbs | UnsetType:
-        """vLLM's `prompt_logprobs`; left out if they are not asked for."""
-        return UNSET if self._prompt_top is None else self._names.prompt(entries, self._prompt_top, parts)
 
-
-class CompletionEntries:
+class CompletionEntries(_Entries):
     """A completion's log-probs as its deltas bring them, for each choice. `echo`: the prompt's come first."""
 
     def __init__(self, body: CompletionRequest) -> None:
-        self._names = TokenNames(body.return_tokens_as_token_ids)
-        self._top = None if body.logprobs is None or body.logprobs is False else int(body.logprobs)
-        self._prompt_top = _prompt_top(body)
+        super().__init__(body, None if body.logprobs is None or body.logprobs is False else int(body.logprobs))
         self._echo = body.echo
         self._offsets: dict[int, int] = {}
 
@@ -266,7 +270,3 @@ class CompletionEntries:
         found = self._names.completion([*runs[0], *runs[1]], self._top, offset)
         self._offsets[index] = offset + sum(map(len, found.tokens))
         return found
-
-    def prompt(self, entries: Sequence[TokenLogProb], parts: JsonParts) -> PromptLogProbs | UnsetType:
-        """vLLM's `prompt_logprobs`; left out if they are not asked for."""
-        return UNSET if self._prompt_top is None else self._names.prompt(entries, self._prompt_top, parts)

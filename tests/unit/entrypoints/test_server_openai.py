@@ -148,6 +148,20 @@ def test_what_the_template_is_given() -> None:
     assert second == ChatPrompt(flat, None, kwargs, False)
 
 
+def test_no_effort_switches_reasoning_off_unless_the_template_is_told_otherwise() -> None:
+    client = FakeClient()
+    for kwargs in ({}, {"enable_thinking": True}):
+        ask(
+            client,
+            "POST",
+            CHAT,
+            json={"messages": MESSAGES, "reasoning_effort": "none", "chat_template_kwargs": kwargs},
+        )
+    given = [prompt.template_kwargs for _, prompt, _ in client.asked if isinstance(prompt, ChatPrompt)]
+    off = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+    assert given == [off, off | {"enable_thinking": True}]
+
+
 def test_chat_stream() -> None:
     assert stream(CHAT, messages=MESSAGES) == [
         {"choices": [delta_choice(role="assistant", content="")]},
