@@ -292,6 +292,14 @@ class ChunkSizes:
         self._narrowed = fill_more and is_full and num_windows <= MOST_BESIDE * len(lengths)
         return sizes.width if self._narrowed or follows else 0
 
+    def narrows_again(self, num_windows: int) -> bool:
+        """Whether the step after the one that narrowed windows does that again, which then are so many.
+
+        If they were made narrow for prompts that fill more than a step, some of these are left for it.
+        """
+        sizes = self._sizes
+        return self._narrowed and sizes is not None and self.beside(num_windows, sizes.width) is not None
+
     def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
         """A whole step. `decoding`: requests wait for it that decode; `beside`: the windows in it."""
         seconds = self._max_gap_s if decoding else ALONE_GAPS * self._max_gap_s

@@ -173,6 +173,8 @@ class Planner:
             if chunk.num_drawn or (end < request.target and end not in request.cuts):
                 break
         width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks))
+        if windows is not None and self.chunks.narrows_again(len(self._queues.running) - len(unfinished)):
+            width = windows.plan.width  # the next step would lose wider windows' guesses
         pages = {request.slot: list(request.pages) for request in begun}
         resets = {request.slot: request.reset() for request in begun}
         if windows is None:

@@ -231,7 +231,9 @@ def test_what_is_left_after_narrow_steps_shares_one_more() -> None:
     """Their windows have no guesses yet, so a step of their own would commit what a narrow one does."""
     two_parts = TwoPartSizes(1, 3, (8, 32), ((128, 512), (512,)))
     chunks = ChunkSizes(LIMITS, COSTS, GAP_S, True, two_parts)
-    assert chunks.narrowing(6, [300, 300]) == chunks.narrowing(8, [60]) == 1
+    assert chunks.narrowing(6, [300, 300]) == 1
+    assert chunks.narrows_again(8) and not chunks.narrows_again(33), "if any is left"
+    assert chunks.narrowing(8, [60]) == 1 and not chunks.narrows_again(9)
     assert chunks.narrowing(9, [60]) == 0, "where prompts come again and again, streams have their guesses back"
     assert chunks.narrowing(6, [300, 300]) == 1 and chunks.narrowing(33, [60]) == chunks.narrowing(9, [60]) == 0
 

@@ -45,7 +45,19 @@ def test_windows_share_the_steps_of_prompts_while_many_wait(mean: float) -> None
     engine.call(24, 64)
     prefill, decode = Phase.PREFILL.name.lower(), Phase.DECODE.name.lower()
     assert kinds(engine) == [prefill, decode, *["both"] * 4], "and so does the rest: windows have no guesses"
-    assert {plan.width for _, plan in engine.plans if plan.slots and plan.chunks} == {1}
+    both = [plan for _, plan in engine.plans if plan.slots and plan.chunks]
+    assert {plan.width for plan in both} == {1}
+    assert [plan.first_width > 1 for plan in both] == [False, False, False, True], "a narrow step loses guesses"
+
+
+def test_the_last_prompts_that_share_a_step_have_guesses() -> None:
+    """Of 100 requests, more than 64 decode after it, and no step holds so many windows and prompts."""
+    engine = WidthsEngine(2.5)
+    engine.call(100, 64)
+    both = [plan for _, plan in engine.plans if plan.slots and plan.chunks]
+    windows = [len(plan.slots) + sum(chunk.next_token < 0 for chunk in plan.chunks) for plan in both]  # after each
+    assert [plan.first_width > 1 for plan in both] == [count > 64 for count in windows]
+    assert windows[-1] > 64
 
 
 @pytest.mark.slow_but_every(3)
