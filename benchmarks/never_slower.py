@@ -3,7 +3,7 @@
     python benchmarks/never_slower.py --output benchmarks/results/never_slower_h200.json
     python benchmarks/never_slower.py --cases 8b-2.5 --limit-s 540 --output FILE       goes on with FILE
     python benchmarks/never_slower.py --cases 8b-1.3 --batches 8,24,32,256 --rounds 2  cells of these requests alone
-    python benchmarks/never_slower.py --tiny                                           a minute on a CPU
+    python benchmarks/never_slower.py --tiny                                           some minutes on a CPU
     python benchmarks/never_slower.py --join A B C --output FILE                       their rows in columns
 
 Cases of one model are measured by turns, beside one engine of plain decoding, which has the same slots and memory as

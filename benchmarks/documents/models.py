@@ -100,8 +100,9 @@ def _cell(here: Counts, there: Counts, names: Iterable[str], refusals: list[str]
             refusals.append(sentence)
     if not total:
         return NOT_RUN
+    refused = "refused " + ", ".join(f"({refusals.index(sentence) + 1})" for sentence in counts)
     if not equal:
-        return "refused " + ", ".join(f"({refusals.index(sentence) + 1})" for sentence in counts)
-    said = f"{equal} =" if equal == total else f"{equal} of {total} ="
+        return refused
+    said = f"{equal} =" if equal == total else f"{equal} of {total} =, {refused}"
     there_said = [f"{on_gpu[outcome]} {sign}" for outcome, sign in SIGNS.items() if on_gpu[outcome]]
     return f"{said}; H200: {', '.join(there_said)}" if there_said else said

@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": TINY_FAMILIES["gemma 3"],
     "Gemma4ForCausalLM": TINY_FAMILIES["gemma 4"] | {"global_head_dim": 32},
     "Gemma4ForConditionalGeneration": TINY_FAMILIES["gemma 4 e"]
-    | {"global_head_dim": 32, "hidden_size_per_layer_input": 64},
+    | {"global_head_dim": 32, "hidden_size_per_layer_input": 128},
     "Olmo2ForCausalLM": TINY_FAMILIES["olmo 2"],
     "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
     "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},

@@ -35,6 +35,7 @@ LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts
 LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention
 LINEARS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj", "out_proj")  # of layers that recur
 LINEARS += ("input_linear", "output_linear")  # of Granite's MLPs
+LINEARS += ("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection")  # of small Gemma 4
 IN_16_BITS = (".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")  # theirs that stay so in published files
 E4M3 = torch.float8_e4m3fn
 FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)  # floats without a sign, by their bits
