@@ -103,10 +103,10 @@ def quantization_scheme(
     found = Section(config, origin).of("quantization_config")
     if asked == UNQUANTISED or not found.values:
         return _asked_for(asked, flag, origin)
-    method = found.values.get("quant_method")
-    found = Section(found.values, f"{found.origin} ({method or 'unnamed'})")
+    method = str(found.values.get("quant_method") or "unnamed")
+    found = Section(found.values, f"{found.origin} ({method})")
     if method not in FORMATS:
-        why = REFUSED.get(str(method), "it is not known")
+        why = REFUSED.get(method, "it is not known")
         raise CheckpointError(f"{found.origin} is not supported: {why}; use {USABLE}")
     scheme = FORMATS[method](found)
     if asked not in (None, scheme.name) and not (asked == FP8 and scheme.stored is Stored.FLOAT8):
@@ -128,7 +128,7 @@ def _fp8(config: Section) -> QuantizationScheme:
     config.expect("activation_scheme", "dynamic", "static")
     is_static = config.values.get("activation_scheme") == "static"
     block = config.values.get("weight_block_size")
-    if block is not None and list(block) != [128, 128]:
+    if block not in (None, [128, 128]):
         raise config.refuse("weight_block_size", "[128, 128]")
     return QuantizationScheme(
         name=FP8,

@@ -130,6 +130,8 @@ def test_published_formats_are_read(case: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"quant_method": "magic"}, r"config\.json: quantization_config \(magic\) is not supported"),
     "unnamed": ({"bits": 4}, r"\(unnamed\)"),
+    "a list of names": ({"quant_method": ["fp8"]}, r"quantization_config \(\['fp8'\]\) is not supported"),
+    "blocks that are no pair": (BLOCKS | {"weight_block_size": 128}, r"weight_block_size 128 .*expected \[128, 128\]"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use fp8, int4, nvfp4 or mxfp4 weights"),
     "marlin": ({"quant_method": "marlin"}, "the gptq checkpoint that it was made of loads"),
     "act order": (GPTQ | {"desc_act": True}, "desc_act True is not supported; expected false"),
