@@ -68,6 +68,7 @@ def test_logits_of_16_steps(kind: str, num_rows: int, tmp_path: Path, monkeypatc
     ("kind", "num_rows"),
     [("vanilla", 7), *(pytest.param(*case, marks=FULL) for case in (("vanilla", 3), ("gated", 4), ("rnn", 4)))],
 )
+@pytest.mark.slow
 def test_guesses_and_accept_lengths(kind: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
     agree = kind == "vanilla"  # what the others add is random

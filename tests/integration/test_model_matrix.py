@@ -22,16 +22,16 @@ from overlap_spec.models.registry import ARCHITECTURES
 from overlap_spec.runtime.source import describe_source
 
 RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "model_matrix.json"
-NUM_QUICK, NUM_SLOW = 3, 10
+NUM_SLOW = 10
 NoteCell = Callable[[str, str, str, str], None]  # architecture, format, method, outcome
 
 RANKED = sorted(CELLS, key=lambda cell: cell.rank)
-SAMPLE = [*RANKED[:NUM_QUICK], *(pytest.param(cell, marks=pytest.mark.slow) for cell in RANKED[NUM_QUICK:NUM_SLOW])]
 ROWS = [(architecture, format_) for format_ in FORMATS for architecture in TINY_ARCHITECTURES]
 
 
-@pytest.mark.slow_but_every(3)
-@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", RANKED[:NUM_SLOW], ids=str)
 def test_a_sample_of_cells(codec: TextCodec, cell: Cell) -> None:
     assert outcome_of(cell, codec, torch.float64, CPU) != DIFFERS
 

@@ -10,6 +10,7 @@ from support.ring import RingConfig, tiny_loaded
 from overlap_spec.frontend.codec import TextCodec
 
 
+@pytest.mark.slow
 def test_3_random_schedules(codec: TextCodec) -> None:
     """Too few requests for all that must happen; what does happen is plain decoding's."""
     seen = run_seeds(range(3), codec, {})

@@ -172,8 +172,8 @@ METHODS = [
 ]
 
 
-@pytest.mark.full_but_every(11)
-@pytest.mark.slow_but_every(len(METHODS) * 2)
+@pytest.mark.full_but_every(22)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("family", "method", "topk"), METHODS)
 def test_guesses_and_accept_lengths_are_one_ranks(family: str, method: str, topk: int, ranks: int) -> None:

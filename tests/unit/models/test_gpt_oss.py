@@ -68,6 +68,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(path)))
 
 
+@pytest.mark.slow
 def test_every_tensor_counts() -> None:
     checkpoint = random_checkpoint(FAMILY)
     assert not without_effect(checkpoint) and any(name.endswith("sinks") for name in checkpoint.tensors)

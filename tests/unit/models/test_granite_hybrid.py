@@ -89,7 +89,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, family: str) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(path)))
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["experts, positions", "biases"])
 def test_every_tensor_counts(case: str) -> None:
     family, changes = CHANGES[case]

@@ -62,7 +62,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(path)))
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 def test_every_tensor_counts(fused: bool) -> None:
     checkpoint = random_checkpoint(FAMILY)

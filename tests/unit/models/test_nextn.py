@@ -81,7 +81,8 @@ def test_logits_are_those_of_the_loop(family: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(logits, loop.logits(row), atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.slow_but_every(8)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_the_layer_counts(family: str) -> None:
     checkpoint, (tokens, features) = checkpoint_of(family), inputs(torch.float64)

@@ -56,6 +56,7 @@ def test_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, logits_of(load_tiny_target(checkpoint, torch.float32)))
 
 
+@pytest.mark.slow
 def test_every_tensor_counts() -> None:
     checkpoint = random_checkpoint(FAMILY)
     assert not without_effect(checkpoint)
