@@ -10,8 +10,11 @@ K. With `agree=False` it is random.
     write_checkpoint(directory, tiny_target(seed=1)); write_tokenizer(directory)
 """
 
+import functools
 import json
+import pickle
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +98,17 @@ def tiny_target(
 ) -> TinyCheckpoint:
     """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation.
 
-    `kv_scale`: of stored keys, and twice as much of values; None: the checkpoint has no such tensors.
+    `kv_scale`: of stored keys, and twice as much of values; None: the checkpoint has no such tensors. Tests of a file
+    ask for few targets, many times: each is drawn once, and what is given away is a copy.
     """
+    drawn = _drawn(pickle.dumps((seed, context, spread, kv_scale, config)))
+    return TinyCheckpoint(deepcopy(drawn.config), {name: tensor.clone() for name, tensor in drawn.tensors.items()})
+
+
+@functools.lru_cache(64)
+def _drawn(given: bytes) -> TinyCheckpoint:
+    """Of pickled arguments of `tiny_target`."""
+    seed, context, spread, kv_scale, config = pickle.loads(given)
     settings = tiny_config(**config)
     random = torch.Generator().manual_seed(seed)
     hidden, vocab = settings["hidden_size"], settings["vocab_size"]
