@@ -222,7 +222,7 @@ async def serve_a_wrong_token(
     config = RingConfig(audit=settings)
     async with running(tiny_loaded(3, config.num_steps), config, codec) as ring:
         PLANTS["a rejected guess accepted"](ring.executor, Chance(2))
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
         await ring.ask([7, 8, 9], sampling)
         await ring.idle()
         ring.plans.widths.clear()
@@ -236,8 +236,8 @@ def test_a_fault_is_written_with_all_that_reproduces_it(codec: TextCodec, tmp_pa
     asyncio.run(serve_a_wrong_token(codec, AuditSettings(1.0, "log", str(file)), 1))
     record = msgspec.json.decode(file.read_bytes().splitlines()[0])
     assert record["engine"]["commit"] == THIS_CODE.commit
-    assert record["prompt_ids"] == [7, 8, 9] and len(record["output_ids"]) == 30
-    assert sum(record["step_tokens"]) == 30 and len(record["step_ids"]) == len(record["step_tokens"])
+    assert record["prompt_ids"] == [7, 8, 9] and len(record["output_ids"]) == 16
+    assert sum(record["step_tokens"]) == 16 and len(record["step_ids"]) == len(record["step_tokens"])
     fault = record["faults"][0]
     index = fault["position"] - 3
     assert record["output_ids"][index] == fault["served"] != fault["drawn"] and fault["margin"] > 1e-9

@@ -73,7 +73,7 @@ def oracle(codec: TextCodec) -> Iterator[Oracle]:
 
 def samplings() -> list[SamplingParams]:
     """Greedy ones, drawn ones with filters, and one that only scores its prompt."""
-    drawn = SamplingParams(max_new_tokens=12, seed=3, ignore_eos=True, temperature=0.0)
+    drawn = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True, temperature=0.0)
     filtered = msgspec.structs.replace(drawn, temperature=1.2, top_k=3, min_new_tokens=4)
     kinds = [drawn, filtered, drawn, filtered, drawn, msgspec.structs.replace(drawn, max_new_tokens=0)]
     return [msgspec.structs.replace(kind, log_probs=asked) for kind, asked in zip(kinds, ASKED, strict=True)]

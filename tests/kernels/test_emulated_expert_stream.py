@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 CASES = {
     "one row": Sizes(1, 4, 512, 256),
     "an expert of all rows, eleven of them": Sizes(11, 3, 1024, 128),
-    "three rows": Sizes(3, 2, 2048, 256, scale_rows=16),
+    "three rows": Sizes(3, 2, 2048, 128, scale_rows=16),
     "32 rows, experts of many warps": Sizes(32, 2, 512, 128, experts=200),
 }
 
@@ -324,13 +324,13 @@ def test_the_router_of_one_row(router: CudaEmulator, name: str) -> None:
     experts, top_k, normalised, biased, has_common, has_share = ROUTERS[name]
     share = torch.randn(1, 2048).to(BFLOAT) / 40 if has_share else None
     common, bias = route.Common(experts, share) if has_common else None, torch.randn(experts).to(BFLOAT)
-    for seed in range(3):
+    for seed in range(2):
         x = row_to_route()
         of = x.of
         assert of.squares is not None
         scaled, weight = normalised_reference(of, of.squares), torch.randn(experts, 2048) / 40
         weight[[3, 7, 90]] = scaled.float() / 200
-        if seed == 2:
+        if seed == 1:
             of.weighted[0, 1000] = torch.nan
         given = guarded(weight.to(BFLOAT)), top_k, normalised
         router.seed, router.written_before = seed, [of.weighted, of.squares]
@@ -389,7 +389,7 @@ def test_the_router_of_one_row_compiles(experts: int) -> None:
 def test_tiles_of_listed_places(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
     """Of 40 rows, which one launch lists: an expert of none, one of a few, one of all."""
     monkeypatch.setattr(products, "_LISTED", 16)
-    sizes = Sizes(40, 2, 512, 256)
+    sizes = Sizes(40, 2, 512, 128)
     weight = stack_of(sizes, 2 * sizes.inner, sizes.hidden)
     experts = torch.randint(1, sizes.experts - 1, (sizes.rows, 1))
     experts = torch.cat((experts, torch.full_like(experts, sizes.experts - 1)), dim=1)
