@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from overlap_spec_kernels import GroupedKernel, NoLibraryError, neutral_rules
@@ -22,10 +22,10 @@ from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import by_kernel, in_16_bits
 from overlap_spec.models.recurrent_state import StateSnapshots
 from overlap_spec.sampling.context import TokenPool
-from overlap_spec.sampling.sampler import Draw, draw_columns
+from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.stages import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.speculative.drafts import EngineShape
-from overlap_spec.speculative.interfaces import Proposer, SpecMethod, Tree
+from overlap_spec.speculative.interfaces import SpecMethod, Tree
 from overlap_spec.speculative.methods import method_of
 from overlap_spec.speculative.verification import VerifierInputs
 from overlap_spec.speculative.verifiers import DraftProbs, SimulatedVerifier, SyntheticAcceptance
@@ -53,6 +53,7 @@ KERNELS = "kernels"  # of a CPU, in the cache directory
 UPLOADS = 6  # of a step: its integers, and up to five of features
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,10 @@ def build_executor(
         simulated_accept_lens=simulated_accept_lens,
         target_cache=target_cache,
     )
-    scratch_rows = slots.num_rows * profile.scratch_rows
-    proposer = watched(settings, models, models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape), shape)
+    proposer = models.proposer.attach(cache(profile.kv_shape, slots.num_rows * profile.scratch_rows), shape)
+    proposer = replaced("watch", proposer, settings, models, proposer, shape)
     device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
-    inputs = VerifierInputs(accept, token_ids, tree is not None, draw_of(settings), shape.probs)
+    inputs = VerifierInputs(accept, token_ids, tree is not None, replaced("draw", draw_columns, settings), shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_lens:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
@@ -212,24 +213,12 @@ def build_executor(
     return Executor(device, slots, decode_step, prefill_step, hooks, lag, snapshots)
 
 
-def watched(
-    settings: Settings | None, models: LoadedModels, proposer: Proposer[Any], shape: EngineShape
-) -> Proposer[Any]:
-    """What proposes: as it is, or within a feature's own, which sees what it learns."""
+def replaced(name: str, part: T, settings: Settings | None, *others: object) -> T:
+    """A part of the engine: as it is, or a feature's own, if one gives that by this name."""
     if settings is None:
-        return proposer
-    own: Proposer[Any] | None = features.given(
-        features.WORKER, "watch", settings.features, settings, models, proposer, shape
-    )
-    return own or proposer
-
-
-def draw_of(settings: Settings | None) -> Draw:
-    """What draws the target's tokens: a feature's, if one replaces it."""
-    if settings is None:
-        return draw_columns
-    own: Draw | None = features.given(features.WORKER, "draw", settings.features, settings)
-    return own or draw_columns
+        return part
+    own: T | None = features.given(features.WORKER, name, settings.features, settings, *others)
+    return own or part
 
 
 def _reads_last(models: LoadedModels) -> bool:

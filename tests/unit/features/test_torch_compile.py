@@ -13,7 +13,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.features.torch_compile.worker import compiled_draw
 from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns
-from overlap_spec.worker.build import draw_of
+from overlap_spec.worker.build import replaced
 
 FILES = ModelFiles(weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128)
 
@@ -98,8 +98,9 @@ def test_what_is_compiled_draws_the_same(make_batch, monkeypatch, temperature: f
 
 def test_an_executor_draws_so_where_the_flag_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert draw_of(None) is draw_of(settle()) is draw_columns
-    assert draw_of(settle(enable_torch_compile=True)) is not draw_columns
+    for settings in (None, settle()):
+        assert replaced("draw", draw_columns, settings) is draw_columns
+    assert replaced("draw", draw_columns, settle(enable_torch_compile=True)) is not draw_columns
 
 
 def settle(has_cuda: bool = True, **asked: object) -> Settings:
