@@ -265,6 +265,9 @@ class HttpProtocol(H11Protocol):
         """The parser has found no HTTP."""
         self._refuse(Problem(400, "the request is not valid HTTP", code="invalid_http"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Write no line: Java's client asks for HTTP/2 with every connection, and takes an answer without it."""
+
     # --- turns ---
 
     def parse(self) -> None:

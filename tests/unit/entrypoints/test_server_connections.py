@@ -269,6 +269,19 @@ def test_the_log_gets_one_line_for_many(caplog: pytest.LogCaptureFixture) -> Non
     assert len([record for record in caplog.records if "connections" in record.name]) == 1
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_upgrade_is_left_out_without_a_line_of_the_log(caplog: pytest.LogCaptureFixture, protocol: bytes) -> None:
+    """Java's client asks for HTTP/2 with every connection."""
+
+    async def story(server: HttpServer) -> None:
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: " + protocol
+        assert await (await (await connect(server)).says(head + b"\r\n\r\n")).status() == 200
+
+    with caplog.at_level(logging.WARNING):
+        with_server(story, SHORT)
+    assert not caplog.records
+
+
 class Quiet:
     """A connection that notes that it was closed."""
 
