@@ -93,11 +93,11 @@ class Owner(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ResetSlot(Message, frozen=True):
     """A new request takes this slot; nothing of its predecessor survives.
 
-    `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
-    preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
-    of the request's output, whatever was prefilled. `uid`: what features know the request by; what they were told of
-    it before may be left out of `sampling`. `allowed`: while it travels, which of the plan's lists are
-    the sampling's `allowed_ids`; -1: none of them. `owner`: None: it has no salt, and may write everywhere.
+    `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a preemption).
+    `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that of the
+    request's output, whatever was prefilled. `uid`: what features know the request by; what they were told of it before
+    may be left out of `sampling`. `allowed`: while it travels, which of the plan's lists are the sampling's
+    `allowed_ids`; -1: none of them. `owner`: None: it has no salt, and may write everywhere.
     """
 
     sampling: SamplingParams
@@ -141,8 +141,7 @@ class StepPlan(Message, Generic[Carried], frozen=True):
     columns hold no token. Prompts propose for windows of so many columns, which the step after it may exceed; beside
     windows, for those of `first_width`. `new_pages`: by slot, what is appended to its page table before the step.
     `resets`: by slot, of requests that take it; their chunks begin in this step. `drafts`: whether the draft takes part
-    after it; beside windows, it always does after prompts. `allowed_lists`: allowed ids of its requests, each list once
-    (`with_shared_lists`).
+    after it; beside windows, it always does after prompts. `allowed_lists`: of its requests, see `with_shared_lists`.
     """
 
     step_id: int
