@@ -41,12 +41,12 @@ def test_a_result_that_recorded_no_code_is_old() -> None:
 
 def test_results_have_commits_and_old_ones_are_listed_with_what_has_changed(tmp_path: Path) -> None:
     old, new = report("latency", worker="old", speculative="old"), report("latency")
-    old["run"] |= {"when": "2026-11-20", "commit": "aaaaaaaaaaaa+"}
-    new["run"] |= {"when": "2026-11-22", "commit": "bbbbbbbbbbbb"}
+    old["run"] |= {"when": "2026-11-20", "commit": "bbbbbbbbbbbb+"}
+    new["run"] |= {"when": "2026-11-22", "commit": "aaaaaaaaaaaa"}
     same = {**new, "runs": [old["run"], new["run"] | {"when": "2026-11-21"}]}
     reports = {"new.json": new, "same.json": same, "old.json": old}
-    assert commits_of(reports) == ["aaaaaaaaaaaa", "bbbbbbbbbbbb"]
-    expected = "old.json: measured at aaaaaaaaaaaa+, ? commits ago; changed since: speculative, worker"
+    assert commits_of(reports) == ["bbbbbbbbbbbb", "aaaaaaaaaaaa"], "by time"
+    expected = "old.json: measured at bbbbbbbbbbbb+, ? commits ago; changed since: speculative, worker"
     assert list(ages(reports, NOW, tmp_path)) == [expected]
 
 
