@@ -7,6 +7,7 @@ The first runs every case on every server that it concerns, in about twenty minu
 worst. `.ci/run` runs every finding once (`-m "attack and not full"`). What a case asserts: `support/attacks/play.py`.
 """
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from support.attacks.play import play
 from support.attacks.servers import SERVERS, AttackedServer
 from support.attacks.summary import note
 
-TRIES = 2  # of a case in which the victim only waited too long: other programs take the cores at times
+TRIES = 3  # of a case in which the victim only waited too long: other programs take the cores at times
+PAUSE_S = 5.0  # before another try
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,6 +42,7 @@ def _marks(case: Case, kind: str) -> list[pytest.MarkDecorator]:
 def test_attack(case: Case, attacked: AttackedServer, is_quiet: bool, request: pytest.FixtureRequest) -> None:
     played, tries = play(case, attacked, is_quiet), 1
     while played.failures and played.only_late and tries < TRIES:
+        time.sleep(PAUSE_S)
         played, tries = play(case, attacked, is_quiet), tries + 1
     summaries = request.config.getoption("--summaries")
     if summaries is not None:

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from support.attacks.attacker import Attacker
-from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused
+from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused, unread
 from support.attacks.findings import LETTER_A
 
 WORK = Cases()
@@ -128,7 +128,7 @@ async def nested_repeats_of_rules(attacker: Attacker) -> str:
 
 
 async def honest_prompt(attacker: Attacker) -> str:
-    return answered(await attacker.complete(prompt="world " * 7000))
+    return answered(await attacker.complete(prompt=unread("world " * 7000)))
 
 
 @WORK.add(6, servers=EVERY_METHOD, honest=honest_prompt, least_s=0.5, answer_mib=200)
@@ -147,7 +147,7 @@ async def log_probs_of_128_long_choices(attacker: Attacker) -> str:
 
 
 async def honest_choices(attacker: Attacker) -> str:
-    return answered(await attacker.complete(prompt="sky " * 2000, n=16, max_tokens=16, ignore_eos=True))
+    return answered(await attacker.complete(prompt=unread("sky " * 2000), n=16, max_tokens=16, ignore_eos=True))
 
 
 @WORK.add(6, servers=EVERY_METHOD, honest=honest_choices, least_s=0.5, answer_mib=200)
@@ -161,7 +161,7 @@ async def log_probs_of_prompts_of_16_choices(attacker: Attacker) -> str:
 
 
 async def honest_prompts(attacker: Attacker) -> str:
-    replies = await asyncio.gather(*(attacker.complete(prompt=f"{i} " * 750) for i in range(8)))
+    replies = await asyncio.gather(*(attacker.complete(prompt=unread(f"{i} " * 750)) for i in range(8)))
     return all_the_same([answered(reply) for reply in replies])
 
 

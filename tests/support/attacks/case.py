@@ -1,5 +1,6 @@
 """Declares an attack, and what it must come to."""
 
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,11 @@ class Cases:
 
 
 EVERY_METHOD: tuple[str, ...] = METHODS  # of stops, grammars and log-probs
+
+
+def unread(text: str) -> str:
+    """With a first word of its own: no prefix cache has it, and a case that is played again finds the same work."""
+    return f"{secrets.token_hex(4)} {text}"
 
 
 def refused(reply: Reply, field: str, *words: str, status: int = 400) -> str:

@@ -12,7 +12,7 @@ from overlap_spec.client.link import pack_ids
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import Admit, Cancel, Generate, Rejected, Terms, TextDeltas, TokenPrompt
 from support.attacks.attacker import Attacker, Reply
-from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused
+from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused, unread
 from support.attacks.servers import ADMIN_KEY, VOCABULARY
 from support.attacks.zmtp import more_frames
 
@@ -134,7 +134,7 @@ async def flush_path_with_a_newline(attacker: Attacker) -> str:
 
 
 async def long_prompt(attacker: Attacker) -> str:
-    return answered(await attacker.complete(prompt="hello " * 7000))
+    return answered(await attacker.complete(prompt=unread("hello " * 7000)))
 
 
 @FINDINGS.add(6, finding=12, servers=EVERY_METHOD, honest=long_prompt, least_s=0.5, answer_mib=150, seconds=2)
