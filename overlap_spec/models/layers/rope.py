@@ -44,7 +44,7 @@ class RopeConfig:
             raise CheckpointError(f"{origin}: rope_scaling must be null or an object, found {scaling!r}")
         scaling = {key: value for key, value in scaling.items() if value is not None}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind == "default" and "factor" in scaling:
+        if kind == "default" and scaling.get("factor", 1) != 1:
             raise CheckpointError(f"{origin}: rope_scaling has a factor, and no rope_type that uses it")
         if kind not in _FREQUENCIES:
             raise CheckpointError(

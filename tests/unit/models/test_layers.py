@@ -82,6 +82,13 @@ def test_between_slow_and_fast_frequencies_are_blended() -> None:
     assert float(inverse) == pytest.approx(2 / 3 / 8 + 1 / 3) and factor == 1.0
 
 
+def test_a_rope_factor_of_1_asks_for_nothing() -> None:
+    plain = {"rope_theta": 10000.0}
+    scaled = {**plain, "rope_scaling": {"rope_type": "default", "factor": 1.0}}
+    found, expected = (RopeConfig.from_hf(config, 8, "config.json").frequencies() for config in (scaled, plain))
+    assert found[1] == expected[1] and found[0][0].equal(expected[0][0])
+
+
 def test_a_quantised_head_adds_its_bias() -> None:
     stored, bias, x = StoredWeight.rounded(torch.randn(64, 128)), torch.randn(64), torch.randn(3, 128)
     linear = QuantizedLinear(stored.operand(torch.float32), bias)
