@@ -37,24 +37,29 @@ class _Launches:
         self._caches = getattr(function, "device_caches", None)  # the interpreter has none
         self._loaded: dict[Any, tuple[Any, ...]] = {}  # what runs a kernel, and its arguments after the stream
 
-    def launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-        """Launch on the current stream of the current device. Sync: never, but for the first of its kind."""
+    def launch(self, grid: tuple[int, ...], cluster: int, *arguments: Any, **options: Any) -> Any:
+        """Launch on the current stream of the current device. Sync: never, but for the first of its kind.
+
+        `cluster`: see `TritonKernel.in_clusters`; launches that are watched have none.
+        """
         if self._caches is None or self._is_watched():
             return self._function[grid](*arguments, **options)
         driver = self._driver.active
         device = driver.get_current_device()
         bound, types, rest = self._caches[device][-1](*arguments, **options)
-        key = (device, *types, *rest.items())
+        key = (device, cluster, *types, *rest.items())
         loaded = self._loaded.get(key)
         if loaded is None:
-            kernel = self._function[grid](*arguments, **options)
-            if kernel is not None:  # a hook of Triton's may have it compiled elsewhere
-                self._loaded[key] = kernel.run, kernel.function, kernel.packed_metadata
-            return kernel
+            kernel = self._function.warmup(*arguments, grid=grid, **options)
+            if kernel is None:  # a hook of Triton's has it compiled elsewhere
+                return None
+            num_warps, num_ctas, *others = kernel.packed_metadata
+            metadata = num_warps, num_ctas * cluster, *others  # by which Triton divides a grid into clusters
+            loaded = self._loaded[key] = kernel.run, kernel.function, metadata
         run, function, metadata = loaded
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.get_current_stream(device)
-        return run(x, y, z, stream, function, metadata, None, None, None, *bound.values())
+        return run(x // cluster, y, z, stream, function, metadata, None, None, None, *bound.values())
 
     def _is_watched(self) -> bool:
         """Whether a profiler wants to be told of launches."""
@@ -84,9 +89,16 @@ class TritonKernel:
         return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.in_clusters(1, grid)
+
+    def in_clusters(self, size: int, grid: tuple[int, ...]) -> Any:
+        """`kernel[grid]`, of whose programs so many begin together, next to each other.
+
+        What a program computes must not depend on it: launches that a profiler watches are ordinary ones.
+        """
         if only_compiles():
             return functools.partial(self.compiled.warmup, grid=grid)
-        return functools.partial(self._launches.launch, grid)
+        return functools.partial(self._launches.launch, grid, size)
 
     @functools.cached_property
     def _launches(self) -> _Launches:

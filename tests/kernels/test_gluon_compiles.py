@@ -45,7 +45,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 }
 TILES = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "ROWS": 32, "BLOCK_N": 64,
-    "BLOCK_K": 128, "STAGES": 8, "SPLITS": 1, "WARPS": 4, "BLOCK_U": 64, "SIZE_K": 4096,
+    "BLOCK_K": 128, "STAGES": 8, "SPLITS": 1, "IN_PAIRS": False, "WARPS": 4, "BLOCK_U": 64, "SIZE_K": 4096,
 }  # fmt: skip
 TILED: dict[str, dict[str, Any]] = {
     "8B output, 32 rows": TILES | {"ADD": True, "SPLITS": 2},
@@ -53,6 +53,7 @@ TILED: dict[str, dict[str, Any]] = {
     "8B gate, up, 128 rows": TILES
     | {"GATED": True, "ROWS": 128, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "WARPS": 8},
     "8B head, 32 rows": TILES | {"ARGMAX": True},
+    "8B down, 32 rows, in one order": TILES | {"IN_PAIRS": True, "SIZE_K": 14336},
     "8B linear, 17 rows": TILES | {"SCALED": True, "ROWS": 32},
 }
 ATTENTION = {

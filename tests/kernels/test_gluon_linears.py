@@ -25,6 +25,7 @@ from overlap_spec_kernels import (
 from overlap_spec_kernels.experts import sum_of_experts
 from overlap_spec_kernels.experts.sum_of_experts import multiply_and_add
 from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear
+from overlap_spec_kernels.linear.call import Call
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -202,6 +203,20 @@ def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any])
     assert_close(fused_linear(of_x, OrderedWeight(weight)), product(normalised(x, ones), weight), BFLOAT)
     assert gpu.launches[-1].constants.get("IN_ORDER", False) == gpu.launches[-1].constants["SCALED"] == (sums == 2)
     assert gpu.launches[-1].options.get("enable_fp_fusion", True) == (sums == 1), "tiles round a mean before eps"
+
+
+def test_few_tiles_begin_in_pairs(gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five programs of ten multiprocessors: the other five take nothing, and write nothing."""
+    monkeypatch.setattr(warpgroup_linear, "num_multiprocessors", lambda device: 10)
+    weight, x = drawn(300, 512, dtype=BFLOAT, scale=512**-0.5), drawn(50, 512, dtype=BFLOAT)
+    expected = product(x, weight)
+    assert_close(fused_linear(x, DenseWeight(weight)), expected, BFLOAT)
+    assert gpu.launches[-1].grid == (10,) and gpu.launches[-1].constants["IN_PAIRS"]
+    best = torch.full((6, 50), torch.nan)
+    call = Call(x, weight, None, 0.0, False, best=best, best_at=torch.zeros(6, 50, dtype=torch.int32))
+    warpgroup_linear.Tiles(64, 128, 6).run(call, 5)
+    assert torch.equal(call.best_at[best[:5].argmax(0), torch.arange(50)].long(), expected.argmax(1))
+    assert torch.all(best[5].isnan()), "what is behind the programs' results"
 
 
 # (experts of the row, inner columns, stages of the ring): it holds all columns, or is filled again

@@ -1,6 +1,7 @@
 """Kernels that were launched before are launched again without Triton's own lookup, and by its rules."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ class Compiled:
     """Stands for a compiled kernel, and notes its launches."""
 
     def __init__(self) -> None:
-        self.function, self.packed_metadata = object(), object()
+        self.function, self.packed_metadata = object(), (1, 1, 0)
         self.launches: list[tuple[Any, ...]] = []
 
     def launch_metadata(self, *_: object) -> None:
@@ -76,12 +77,25 @@ def test_a_kernel_is_looked_up_once(
     for rows in (2, 3, 4):
         launch(kernel, rows=rows)
     assert len(looked_up) == len(compiled) == 1
-    by_triton, *again = compiled[0].launches
-    assert [(found[:3], found[3]) for found in again] == [((3, 1, 1), 7), ((4, 1, 1), 7)]
-    for found in again:
+    launches = compiled[0].launches
+    assert [(found[:3], found[3]) for found in launches] == [((2, 1, 1), 7), ((3, 1, 1), 7), ((4, 1, 1), 7)]
+    with told_of_launches():
+        launch(kernel)
+    by_triton = launches.pop()
+    for found in launches:
         assert found[4:6] == by_triton[4:6] == (compiled[0].function, compiled[0].packed_metadata)
         assert found[6:9] == (None, None, None) and found[12:] == by_triton[12:], "all arguments but tensors"
         assert len(found) == len(by_triton)
+
+
+def test_programs_of_clusters(kernel: TritonKernel, compiled: list[Compiled]) -> None:
+    """Triton's launcher multiplies a grid by the programs of a cluster. A kernel is compiled without them."""
+    tensor = torch.ones(6, 64)
+    for size in (1, 2, 2):
+        launched = kernel.in_clusters(size, (6,))
+        launched(tensor, tensor[0], tensor, 64, 64, 1e-5, BLOCK=64, PDL=False, num_warps=1)
+    found = [(launch[:3], launch[5]) for made in compiled for launch in made.launches]
+    assert found == [((6, 1, 1), (1, 1, 0)), ((3, 1, 1), (1, 2, 0)), ((3, 1, 1), (1, 2, 0))]
 
 
 def test_other_types_constants_and_options_have_other_kernels(kernel: TritonKernel, compiled: list[Compiled]) -> None:
@@ -95,13 +109,20 @@ def test_other_types_constants_and_options_have_other_kernels(kernel: TritonKern
     assert [len(each.launches) for each in compiled] == [2] * 5
 
 
-def test_a_profiler_is_told_of_every_launch(kernel: TritonKernel, compiled: list[Compiled]) -> None:
+@contextmanager
+def told_of_launches() -> Iterator[Any]:
+    """Triton's hook, for which it launches kernels itself."""
     told = SimpleNamespace(calls=[print])
-    launch(kernel)
     hook = triton.knobs.runtime.launch_enter_hook
     triton.knobs.runtime.launch_enter_hook = told
     try:
-        launch(kernel)
+        yield told
     finally:
         triton.knobs.runtime.launch_enter_hook = hook
+
+
+def test_a_profiler_is_told_of_every_launch(kernel: TritonKernel, compiled: list[Compiled]) -> None:
+    launch(kernel)
+    with told_of_launches() as told:
+        launch(kernel)
     assert compiled[0].launches[1][7] is told

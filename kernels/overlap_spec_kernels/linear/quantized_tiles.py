@@ -136,11 +136,13 @@ def _quantized_tiles_kernel(
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_steps = (num_items - first + stride - 1) // stride * CHUNKS
     for i in gl.static_range(STAGES - 1):
-        _ask_for_tile(w_ring, up_ring, bars, w_tiles, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
+        _ask_for_tile(
+            w_ring, up_ring, bars, w_tiles, first, stride, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles
+        )
     if PDL:
         cuda.gdc_wait()
     for i in gl.static_range(STAGES - 1):
-        _ask_for_x(x_ring, bars, x_tiles, i, num_steps, SPLITS, CHUNKS)
+        _ask_for_x(x_ring, bars, x_tiles, first, stride, i, num_steps, SPLITS, CHUNKS)
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if SCALED:
         scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, False, mma)
@@ -160,8 +162,10 @@ def _quantized_tiles_kernel(
                 up = hopper.warpgroup_mma(w_up, x, up, is_async=True)
             # The previous step's products have ended: refill its stage for the step STAGES - 1 ahead.
             ahead = step + STAGES - 1
-            _ask_for_tile(w_ring, up_ring, bars, w_tiles, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
-            _ask_for_x(x_ring, bars, x_tiles, ahead, num_steps, SPLITS, CHUNKS)
+            _ask_for_tile(
+                w_ring, up_ring, bars, w_tiles, first, stride, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles
+            )
+            _ask_for_x(x_ring, bars, x_tiles, first, stride, ahead, num_steps, SPLITS, CHUNKS)
             # A product reads registers until it ends, so it ends before the next tile is converted into them.
             if GATED:
                 acc, up = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc, up])

@@ -3,7 +3,9 @@
 With so many rows, reading x from the L2 cache costs about as much as reading W from memory, so a program takes many
 rows of W at once: 64 or 128 are the left operand of a warpgroup's product, and all rows of x the right one. The copy
 engine brings a tile of each into shared memory per stage. If the tiles are too few for the multiprocessors, K is split
-among several programs; the last of them to finish adds the parts, in order.
+among several programs; the last of them to finish adds the parts, in order. Elsewhere few programs begin where the
+kernel before ends first, and crowd there: the multiprocessors of a GPC share a way to memory, so 15 programs in one
+take half longer than eight (H200). So each begins beside one that does nothing (`IN_PAIRS`).
 
     ring      [stage] | rows of W, K of a stage | rows of x, K of a stage |    swizzled by 128 bytes
     product   [rows of W, rows of x] in registers, accumulated over K
@@ -62,7 +64,8 @@ class Tiles(NamedTuple):
         if self.splits > 1:
             size = (num_tiles, self.splits, self.block_n, rows)
             partial, counters = call.x.new_empty(size, dtype=torch.float32), tile_counters(call.x.device)
-        _warpgroup_linear_kernel[(programs,)](
+        together = 2 if 2 * programs <= num_multiprocessors(call.x.device) else 1
+        _warpgroup_linear_kernel.in_clusters(together, (programs * together,))(
             TensorDescriptor.from_tensor(call.weight, [self.block_n, self.block_k], swizzled),
             TensorDescriptor.from_tensor(call.x, [rows, self.block_k], swizzled),
             *call.tensors()[2:],
@@ -81,6 +84,7 @@ class Tiles(NamedTuple):
             BLOCK_K=self.block_k,
             STAGES=self.stages,
             SPLITS=self.splits,
+            IN_PAIRS=together == 2,
             WARPS=self.warps,
             BLOCK_U=max(next_power_of_2(call.num_squares), self.warps),
             num_warps=self.warps,
@@ -130,9 +134,12 @@ def _warpgroup_linear_kernel(
     residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
     PDL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
+    SPLITS: gl.constexpr, IN_PAIRS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p takes items p, p + programs, ..: item i is part i % SPLITS of K of tile i // SPLITS of W's rows."""
+    """Program p takes items p, p + programs, ..: item i is part i % SPLITS of K of tile i // SPLITS of W's rows.
+
+    IN_PAIRS: every other program takes none; it keeps a multiprocessor until the kernels before this one have ended.
+    """
     CHUNKS: gl.constexpr = SIZE_K // BLOCK_K // SPLITS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     shared: gl.constexpr = w_tiles.layout
@@ -150,13 +157,17 @@ def _warpgroup_linear_kernel(
     hopper.fence_async_shared()
     num_items = gl.cdiv(size_n, BLOCK_N) * SPLITS
     first, stride = gl.program_id(0), gl.num_programs(0)
+    if IN_PAIRS:
+        first, stride = gl.where(first % 2 == 0, first // 2, num_items), stride // 2
     num_steps = (num_items - first + stride - 1) // stride * CHUNKS
     for i in gl.static_range(STAGES - 1):
-        _ask_for_tile(w_ring, up_ring, bars, w_tiles, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
+        _ask_for_tile(
+            w_ring, up_ring, bars, w_tiles, first, stride, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles
+        )
     if PDL:
         cuda.gdc_wait()
     for i in gl.static_range(STAGES - 1):
-        _ask_for_x(x_ring, bars, x_tiles, i, num_steps, SPLITS, CHUNKS)
+        _ask_for_x(x_ring, bars, x_tiles, first, stride, i, num_steps, SPLITS, CHUNKS)
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if SCALED:
         scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, False, mma)
@@ -172,8 +183,10 @@ def _warpgroup_linear_kernel(
             acc, up = _multiply(w_ring.index(stage), up_ring.index(stage), x_ring.index(stage), acc, up, GATED)
             # The previous step's products have ended: refill its stage for the step STAGES - 1 ahead.
             ahead = step + STAGES - 1
-            _ask_for_tile(w_ring, up_ring, bars, w_tiles, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
-            _ask_for_x(x_ring, bars, x_tiles, ahead, num_steps, SPLITS, CHUNKS)
+            _ask_for_tile(
+                w_ring, up_ring, bars, w_tiles, first, stride, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles
+            )
+            _ask_for_x(x_ring, bars, x_tiles, first, stride, ahead, num_steps, SPLITS, CHUNKS)
             step += 1
         if GATED:
             acc, up = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc, up])
@@ -195,20 +208,21 @@ def _warpgroup_linear_kernel(
                 )  # fmt: skip
     if ARGMAX:
         m = gl.arange(0, ROWS, gl.SliceLayout(0, mma))
-        gl.store(best_ptr + first * num_rows + m, best, mask=m < num_rows)
-        gl.store(best_at_ptr + first * num_rows + m, best_at, mask=m < num_rows)
+        has_any = (m < num_rows) & (first < num_items)
+        gl.store(best_ptr + first * num_rows + m, best, mask=has_any)
+        gl.store(best_at_ptr + first * num_rows + m, best_at, mask=has_any)
 
 
 @GluonKernel
 def _ask_for_tile(
     ring: gl.shared_memory_descriptor, up_ring: gl.shared_memory_descriptor, bars: gl.shared_memory_descriptor,
-    tiles: gl.tensor, step: gl.tensor, num_steps: gl.tensor, size_n: gl.tensor, GATED: gl.constexpr,
-    SPLITS: gl.constexpr, CHUNKS: gl.constexpr, x_tiles: gl.tensor,
+    tiles: gl.tensor, first: gl.tensor, stride: gl.tensor, step: gl.tensor, num_steps: gl.tensor, size_n: gl.tensor,
+    GATED: gl.constexpr, SPLITS: gl.constexpr, CHUNKS: gl.constexpr, x_tiles: gl.tensor,
 ) -> None:  # fmt: skip
     """Begin to copy a step's tile of W, and of its second half if gated; nothing after the last step."""
     BLOCK_N: gl.constexpr = ring.shape[1]
     BLOCK_K: gl.constexpr = ring.shape[2]
-    item = gl.program_id(0) + step // CHUNKS * gl.num_programs(0)
+    item = first + step // CHUNKS * stride
     k = (item % SPLITS * CHUNKS + step % CHUNKS) * BLOCK_K
     stage = step % ring.shape[0]
     wanted = step < num_steps
@@ -223,11 +237,11 @@ def _ask_for_tile(
 
 @GluonKernel
 def _ask_for_x(
-    ring: gl.shared_memory_descriptor, bars: gl.shared_memory_descriptor, tiles: gl.tensor, step: gl.tensor,
-    num_steps: gl.tensor, SPLITS: gl.constexpr, CHUNKS: gl.constexpr,
+    ring: gl.shared_memory_descriptor, bars: gl.shared_memory_descriptor, tiles: gl.tensor, first: gl.tensor,
+    stride: gl.tensor, step: gl.tensor, num_steps: gl.tensor, SPLITS: gl.constexpr, CHUNKS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Begin to copy a step's columns of x. Rows past the end of x are zeros."""
-    item = gl.program_id(0) + step // CHUNKS * gl.num_programs(0)
+    item = first + step // CHUNKS * stride
     k = (item % SPLITS * CHUNKS + step % CHUNKS) * ring.shape[2]
     stage = step % ring.shape[0]
     hopper.tma.async_copy_global_to_shared(tiles, [0, k], bars.index(stage), ring.index(stage), pred=step < num_steps)

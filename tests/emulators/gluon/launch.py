@@ -111,6 +111,9 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self.gpu.run, self.function, grid)
 
+    def in_clusters(self, size: int, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self[grid]
+
 
 @contextlib.contextmanager
 def replaced_names(program: Program) -> Iterator[None]:
