@@ -23,9 +23,8 @@ def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
-def gated(x: Tensor, weight: Tensor) -> Tensor:
+def gated(x: Tensor, weight: Tensor, cut: wide.Wide = wide.GATED) -> Tensor:
     """By the kernel, whether it is the fastest or not."""
-    cut = wide.GATED
     out = x.new_empty((x.shape[0], weight.shape[0] // 2))
     cut.run(Call(x, weight, None, 0.0, True, out), cut.num_programs(weight, True))
     return out
@@ -48,7 +47,21 @@ def test_gates(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
     expected = silu_mul(torch.mm(x, weight.t(), out_dtype=torch.float32)).double()
     actual = gated(x, weight)
     assert float((actual.double() - expected).norm() / expected.norm()) < ERROR[dtype]
-    assert torch.equal(actual, gated(x, weight))
+    for cut in wide.GATES:
+        assert torch.equal(actual, gated(x, weight, cut))
+
+
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), SIZES)
+def test_products(rows: int, size_n: int, size_k: int) -> None:
+    """All tiles give the same bits."""
+    x, weight = drawn(rows, size_k, dtype=BFLOAT), drawn(size_n, size_k, dtype=BFLOAT, scale=size_k**-0.5)
+    expected = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    found = []
+    for cut in wide.PLAIN:
+        found.append(torch.full_like(expected, torch.nan))
+        cut.run(Call(x, weight, None, 0.0, False, found[-1]), cut.num_programs(weight, False))
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF])
@@ -109,4 +122,5 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     together = gated(x, weight)
     mixed = drawn(256, 1024, dtype=BFLOAT)
     mixed[100] = x[100]
-    assert torch.equal(gated(mixed, weight)[100], together[100])
+    for cut in wide.GATES:
+        assert torch.equal(gated(mixed, weight, cut)[100], together[100])

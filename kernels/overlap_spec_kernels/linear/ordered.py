@@ -45,7 +45,7 @@ from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.short_linear import short_for
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
-from overlap_spec_kernels.linear.wide_linear import IN_PARTS, Wide, plain_for, wide_for
+from overlap_spec_kernels.linear.wide_linear import IN_PARTS, Wide, any_for, wide_for
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 
@@ -221,7 +221,7 @@ def ordered_wide_for(x: Tensor, weight: Tensor, end: str) -> Wide | None:
     if x.shape[0] <= _MOST_ROWS:
         return None
     wide = wide_for(x, weight, end == "GATED")
-    return plain_for(x, weight) if wide is not None and end == "PLAIN" else wide
+    return wide if wide is None or end == "ARGMAX" else any_for(x, weight, end == "GATED")
 
 
 def multiply_many(

@@ -43,8 +43,9 @@ class _Work(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("size_n", ctypes.c_int),
         ("chunks", ctypes.c_int),
-        ("num_pairs", ctypes.c_int),
+        ("num_tiles", ctypes.c_int),
         ("num_columns", ctypes.c_int),
+        ("num_items", ctypes.c_int),
         ("is_float", ctypes.c_int),
     )
 
@@ -70,7 +71,7 @@ class Wide(NamedTuple):
         x, weight = call.x, call.weight
         out = call.out if call.best is None else call.best
         assert out is not None and call.squares is None
-        pairs = _num_pairs(x)
+        items = _num_items(len(x), programs)
         work = _Work(
             out=out.data_ptr(),
             best_at=None if call.best_at is None else call.best_at.data_ptr(),
@@ -79,20 +80,21 @@ class Wide(NamedTuple):
             num_rows=x.shape[0],
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,
-            num_pairs=pairs,
+            num_tiles=ceil_div(len(x), _ROWS),
             num_columns=programs,
+            num_items=items,
             is_float=out.dtype == torch.float32,
         )
         half = self._columns(call.gated) // _CLUSTER
-        maps = tensor_map(x, _ROWS, _DEPTH), tensor_map(weight, half, _DEPTH)
-        clusters = min(programs * pairs, _num_clusters(x.device))
+        maps = tensor_map(x, _ROWS // _CLUSTER, _DEPTH), tensor_map(weight, half, _DEPTH)
+        clusters = min(items, _num_clusters(x.device))
         end = "ARGMAX" if call.best is not None else "GATED" if call.gated else "PLAIN"
         self.kernel(x.dtype, x.device, end, scales is not None).launch(clusters * _CLUSTER, (*maps, work))
 
     def is_full(self, x: Tensor, weight: Tensor, gated: bool) -> bool:
         """Whether useful rows and columns nearly fill every round of tiles; else a BLAS and a second kernel win."""
-        pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), self.num_programs(weight, gated)
-        rounds = ceil_div(programs * pairs, clusters)
+        clusters, programs = _num_clusters(x.device), self.num_programs(weight, gated)
+        rounds = ceil_div(_num_items(len(x), programs), clusters)
         rows = x.shape[0] / (_ROWS * _CLUSTER)
         least = _FULL_ARGMAX if self in ARGMAX else _FULL
         return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= least
@@ -107,10 +109,11 @@ class Wide(NamedTuple):
 
 GATED = Wide(112, 4)
 ARGMAX = Wide(224, 5), Wide(176, 5)
-PLAIN = Wide(128, 6), Wide(192, 5), Wide(256, 4)
+GATES = Wide(96, 4), GATED  # where one is taken for any number of rows
+PLAIN = Wide(128, 6), Wide(160, 5), Wide(192, 5), Wide(256, 4)
 IN_PARTS = PLAIN[0]  # sums of parts and of all take twice as many registers
 _OF_TILE = 16  # columns that take as long as what a tile takes beside its columns
-_KINDS = (256, 512, 1024, 2048)  # most rows for which tiles are chosen; more are taken for the last
+_KINDS = (*range(256, 1025, 128), 2048)  # most rows for which tiles are chosen; more are taken for the last
 
 
 def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
@@ -127,27 +130,30 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
     return GATED if gated else _least_time(ARGMAX, _ROWS * _CLUSTER, weight)
 
 
-def plain_for(x: Tensor, weight: Tensor) -> Wide:
-    """Tiles for a product as it is: those that take the least time in rounds of all clusters.
+def any_for(x: Tensor, weight: Tensor, gated: bool) -> Wide:
+    """Tiles for a gate, or a product as it is, of any number of rows: those that take the least time.
 
     The choice is one of few numbers of rows, which prompts before serving have, so that no later step compiles others.
     """
-    return _least_time(PLAIN, next((kind for kind in _KINDS if x.shape[0] <= kind), _KINDS[-1]), weight)
+    num_rows = next((kind for kind in _KINDS if x.shape[0] <= kind), _KINDS[-1])
+    return _least_time(GATES if gated else PLAIN, num_rows, weight, gated)
 
 
-def _least_time(ways: tuple[Wide, ...], num_rows: int, weight: Tensor) -> Wide:
+def _least_time(ways: tuple[Wide, ...], num_rows: int, weight: Tensor, gated: bool = False) -> Wide:
     """Those tiles that take the least time in rounds of all clusters."""
-    pairs, clusters = ceil_div(num_rows, _ROWS * _CLUSTER), _num_clusters(weight.device)
+    clusters = _num_clusters(weight.device)
 
     def time(wide: Wide) -> int:
-        return ceil_div(wide.num_programs(weight, False) * pairs, clusters) * (wide.block_n + _OF_TILE)
+        items = _num_items(num_rows, wide.num_programs(weight, gated))
+        return ceil_div(items, clusters) * (wide._columns(gated) + _OF_TILE)
 
     return min(ways, key=time)
 
 
-def _num_pairs(x: Tensor) -> int:
-    """Number of pairs of tiles of x; a cluster takes one pair."""
-    return ceil_div(x.shape[0], _ROWS * _CLUSTER)
+def _num_items(num_rows: int, num_columns: int) -> int:
+    """What clusters take: two tiles of x and one of W, or the last tile of an odd number of x and two of W."""
+    pairs, one = divmod(ceil_div(num_rows, _ROWS), _CLUSTER)
+    return pairs * num_columns + one * ceil_div(num_columns, _CLUSTER)
 
 
 def _num_clusters(device: torch.device) -> int:

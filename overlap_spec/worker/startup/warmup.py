@@ -148,7 +148,7 @@ def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: Sampling
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
     """Prompt chunks that between them meet every attention tile and number of splits, and need the most memory."""
-    return (1, 6, 16, PROBE_TOKENS, 256, 512, 1024, geometry.max_chunk)
+    return (1, 6, 16, PROBE_TOKENS, *range(256, 1025, 128), geometry.max_chunk)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 // y = x W^T for many rows of x on Hopper (sm_90a); scales of W's rows, the gate or the argmax in registers.
 //
-// The two programs of a cluster take a tile of 256 rows of x and COLUMNS rows of W. Each program has 128 rows of x and
-// copies half of W's rows; the copy engine sends that half to both. So W is read from the L2 cache once for 256 rows of
-// x. If each program read its own tile of W, 132 multiprocessors would exceed that cache's bandwidth. (Gluon in Triton
-// 3.6 cannot send a tile to a cluster, so this is CUDA C++.) A program has three warpgroups: one copies, two multiply
-// 64 rows of x each.
+// The two programs of a cluster take 128 rows of x each and the same COLUMNS rows of W. Each copies half of W's rows;
+// the copy engine sends that half to both. So W is read from the L2 cache once for 256 rows of x. If each program read
+// its own tile of W, 132 multiprocessors would exceed that cache's bandwidth. (Gluon in Triton 3.6 cannot send a tile
+// to a cluster, so this is CUDA C++.) The last of an odd number of tiles of x has no other: a cluster takes it with two
+// tiles of W, and each program sends half of x to both. (A tile beyond x, of zeros, takes longer to copy than one of x.)
+// A program has three warpgroups: one copies, two multiply 64 rows of x each.
 //
 //     ring       [stage] | 128 rows of x, 64 of K | COLUMNS rows of W, 64 of K |    swizzled by 128 bytes
 //     full       of a stage: its bytes have arrived, from both programs
@@ -26,8 +27,9 @@ struct Work {
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int chunks;       // chunks of 64 columns of K
-    int num_pairs;    // pairs of tiles of 128 rows of x
+    int num_tiles;    // tiles of 128 rows of x
     int num_columns;  // tiles of W
+    int num_items;    // what clusters take, one after another
     int is_float;
 };
 
@@ -46,12 +48,20 @@ struct Barriers {
     u64 empty[STAGES];
 };
 
-// A cluster takes tiles first, first + step, .. Consecutive tiles differ in their rows of x and share W.
+// What a program does of an item. A cluster takes items first, first + step, .. Consecutive ones share tiles of W: of
+// two tiles of W those with pairs of tiles of x come first, then the one with the last tile of x, if it has no other.
 struct Tile {
     int row, column;
+    bool shares_x;  // the cluster has two tiles of W, else two of x
 
-    __device__ __forceinline__ Tile(const Work& work, int number, int rank)
-        : row((number % work.num_pairs * CLUSTER + rank) * ROWS), column(number / work.num_pairs) {}
+    __device__ __forceinline__ Tile(const Work& work, int number, int rank) {
+        int pairs = work.num_tiles / CLUSTER, of_group = CLUSTER * pairs + work.num_tiles % CLUSTER;
+        int group = number / of_group, item = number % of_group;
+        int columns = min(CLUSTER, work.num_columns - group * CLUSTER);
+        shares_x = item >= pairs * columns;
+        row = (shares_x ? pairs * CLUSTER : item % pairs * CLUSTER + rank) * ROWS;
+        column = group * CLUSTER + (shares_x ? min(rank, columns - 1) : item / pairs);  // the last one twice
+    }
 
     static __device__ __forceinline__ int first() { return blockIdx.x / CLUSTER; }
     static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
@@ -74,16 +84,40 @@ struct Place {
 
 // ---- the warpgroup that copies: one thread of it ----
 
-__device__ __forceinline__ void send_w(
+// A half of a tile: to both programs, if they share it, by the one whose half it is.
+__device__ __forceinline__ void copy_half(
+    u32 target, const TensorMap* map, u64* full, int chunk, int row, bool is_shared, bool is_own
+) {
+    if (!is_shared)
+        copy_tile(target, map, full, chunk * DEPTH, row);
+    else if (is_own)
+        send_tile(target, map, full, chunk * DEPTH, row, (1 << CLUSTER) - 1);
+}
+
+__device__ __forceinline__ void copy_w(
     const TensorMap* w_map, const Work& work, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
 ) {
-#ifdef GATED
-    int row = rank * work.size_n + tile.column * (COLUMNS / 2);  // gate's rows from one, up's from the other
-#else
-    int row = tile.column * COLUMNS + rank * (COLUMNS / 2);
-#endif
     expect(full, STAGE_BYTES);
-    send_tile(stage + X_BYTES + rank * (W_BYTES / 2), w_map, full, chunk * DEPTH, row, (1 << CLUSTER) - 1);
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+#ifdef GATED
+        int row = half * work.size_n + tile.column * (COLUMNS / 2);  // gate's rows, then up's
+#else
+        int row = tile.column * COLUMNS + half * (COLUMNS / 2);
+#endif
+        u32 target = stage + X_BYTES + half * (W_BYTES / 2);
+        copy_half(target, w_map, full, chunk, row, !tile.shares_x, half == rank);
+    }
+}
+
+__device__ __forceinline__ void copy_x(
+    const TensorMap* x_map, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
+) {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        int row = tile.row + half * (ROWS / 2);
+        copy_half(stage + half * (X_BYTES / 2), x_map, full, chunk, row, tile.shares_x, half == rank);
+    }
 }
 
 __device__ __forceinline__ void copy_all(
@@ -93,18 +127,18 @@ __device__ __forceinline__ void copy_all(
     int early = min(work.chunks, STAGES);  // stages of W, which no kernel before this one writes
     Tile first(work, Tile::first(), rank);
     for (int c = 0; c < early; ++c)
-        send_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
+        copy_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
     wait_for_kernels_before();
-    for (int number = Tile::first(); number < work.num_pairs * work.num_columns; number += Tile::step()) {
+    for (int number = Tile::first(); number < work.num_items; number += Tile::step()) {
         Tile tile(work, number, rank);
         for (int c = 0; c < work.chunks; ++c, --early, place.advance()) {
             u64* full = &barriers->full[place.stage];
             u32 stage = shared(ring + place.stage * STAGE_BYTES);
             if (early <= 0) {
                 wait(&barriers->empty[place.stage], place.parity ^ 1);
-                send_w(w_map, work, tile, rank, stage, full, c);
+                copy_w(w_map, work, tile, rank, stage, full, c);
             }
-            copy_tile(stage, x_map, full, c * DEPTH, tile.row);
+            copy_x(x_map, tile, rank, stage, full, c);
         }
     }
 }
@@ -136,7 +170,7 @@ __device__ __forceinline__ void multiply_all(const Work& work, char* ring, char*
     float sums[SUMS];
     int group = threadIdx.x / 128 - 1;
     Place place;
-    for (int number = Tile::first(); number < work.num_pairs * work.num_columns; number += Tile::step()) {
+    for (int number = Tile::first(); number < work.num_items; number += Tile::step()) {
         Tile tile(work, number, rank);
 #if PARTS > 1
         float total[SUMS] = {};

@@ -10,7 +10,7 @@ constexpr int MATRICES = 2;  // one thread has gate's and up's sums of a column
 constexpr int PIECES = COLUMNS / 16;  // pieces of 16 bytes in a staged row
 #else
 constexpr int MATRICES = 1;
-constexpr int PIECES = 8;
+constexpr int PIECES = COLUMNS % 64 ? 4 : 8;
 #endif
 constexpr int OUT_COLUMNS = COLUMNS / MATRICES;
 constexpr int PITCH = (PIECES + 1) * 16;  // an odd number of pieces: eight rows lie in different banks
