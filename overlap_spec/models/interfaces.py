@@ -90,7 +90,8 @@ class StateRows:
 
     slots: Tensor  # [B] i64
     are_final: bool  # the rows of prompts; those of windows may be rejected
-    num_drawn: int = 0  # of one request's final rows the last, its output: layers recur over them as over a window's
+    prompt: Tensor | None = None  # [2] i32, where output of one request follows its prompt: the first row, and the end
+    drawn: Tensor | None = None  # [2] i64: the same of the output, which layers recur over as over a window
 
 
 @dataclass(frozen=True)

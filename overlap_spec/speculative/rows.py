@@ -136,19 +136,16 @@ def chunk_rows(
     longest: int,
     page_size: int,
     places: Sequence[ChunkPlace] = (),
-    slots: Tensor | None = None,
-    num_drawn: int = 0,
+    state: StateRows | None = None,
 ) -> RowBatch:
     """The rows of prompt chunks of any lengths. Sync: never.
 
-    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own. `slots`: whose they
-    are, for layers with a state; `num_drawn`: see `StateRows`. Shapes: [B] i64.
+    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own.
     Shapes: page_table [B, P] i32; owners, positions [T] i64 (whose row, and where); row_starts [B + 1] i64.
     """
     cache_rows = page_table[owners, positions // page_size].long() * page_size + positions % page_size
-    rows = RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
-    state = None if slots is None else StateRows(slots, are_final=True, num_drawn=num_drawn)
-    return replace(rows, runs=chunk_runs(rows, places), state=state)
+    rows = RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False, state=state)
+    return replace(rows, runs=chunk_runs(rows, places))
 
 
 def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None) -> RowBatch:

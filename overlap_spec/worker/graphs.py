@@ -11,7 +11,7 @@ next step of its shape.
 What is captured is a table of step shapes, in the order of captures:
 
     windows              batch sizes x widths x reach of page tables; and a batch's catch-up of the draft
-    prompts              rows, for few requests and for many
+    prompts              rows, for few requests and for many, and for one with output that is computed again
     windows and prompts  a batch of one width, x the rows of the prompts beside it
     placed windows       batch sizes
 

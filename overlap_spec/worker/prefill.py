@@ -19,7 +19,7 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.messages import TOKEN_BYTES, ChunkWork
-from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, StateRows, TargetModel, TargetOutput
 from overlap_spec.sampling.context import DrawContext, History, SamplingWork
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.stages import Decided, KeptLogits
@@ -46,8 +46,8 @@ class Chunks:
     @property
     def shape(self) -> PromptShape:
         places = tuple(map(ChunkPlace, self._starts, self._sizes))
-        reads_last, num_drawn = not self.rows_out(), self._work[0].num_drawn
-        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, reads_last, num_drawn)
+        reads_last, are_drawn = not self.rows_out(), self._work[0].num_drawn > 0
+        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, reads_last, are_drawn)
 
     def completed(self) -> list[int]:
         """The slots of prompts that this step completes, in plan order."""
@@ -81,7 +81,7 @@ class Chunks:
         tokens; next tokens (-1: the one drawn for the row's chunk); positions; owners, the row's chunk
         slots; the slot to start, `dummy` where the prompt goes on; last row; prompt length, 0 where it goes on
         1 where a request takes its slot
-        first rows, and the end
+        first rows, and the end; where output is computed again, those of its prompt, then its own
         """
         num_rows, spare_chunks = self._num_rows, shape.chunks - len(self._work)
         assert shape.rows == num_rows or spare_chunks > 0, "rows that are left over need a chunk that is"
@@ -96,21 +96,22 @@ class Chunks:
             # A captured step may be empty and have more rows than a request has positions.
             positions[num_rows:] = np.minimum(np.arange(shape.rows - num_rows), shape.max_rows - 1)
             owners[num_rows:] = shape.chunks - 1
-        of_chunks = self._of_chunks(spare_chunks, dummy, shape.rows)
+        of_chunks = self._of_chunks(spare_chunks, dummy, shape)
         values[len(values) - len(of_chunks) :] = of_chunks
         return values
 
-    def _of_chunks(self, spare: int, dummy: int, num_rows: int) -> list[int]:
+    def _of_chunks(self, spare: int, dummy: int, shape: PromptShape) -> list[int]:
         """The fields from the slots on. They are short: lists are faster than arrays."""
         work, ends, none = self._work, self._row_starts[1:], [0] * spare
-        sizes = zip(work, self._sizes, strict=True)
+        sizes, first_drawn = zip(work, self._sizes, strict=True), self._num_rows - sum(w.num_drawn for w in work)
         fields = [
             [w.slot for w in work] + [dummy] * spare,
             [w.slot if w.next_token < 0 else dummy for w in work] + [dummy] * spare,
             [end - 1 for end in ends] + none,
             [w.start + size if w.next_token < 0 else 0 for w, size in sizes] + none,
             [int(w.slot in self._fresh) for w in work] + none,
-            self._row_starts[:-1] + [self._num_rows] * spare + [num_rows],
+            self._row_starts[:-1] + [self._num_rows] * spare + [shape.rows],
+            [0, first_drawn, first_drawn, self._num_rows] if shape.are_drawn else [],
         ]
         return [value for field in fields for value in (field + [0] if len(field) % 2 else field)]
 
@@ -148,6 +149,7 @@ class PromptInputs:
     lengths: Tensor  # [N]: of completed prompts, else 0
     fresh: Tensor  # [N]: 1 where a request takes its slot
     row_starts: Tensor  # [N + 1]
+    drawn: Tensor | None = None  # [4]: first rows and ends, of a prompt and of the output behind it
 
     @classmethod
     def of(cls, packed: Tensor, shape: PromptShape) -> "PromptInputs":
@@ -204,17 +206,11 @@ class PrefillStep:
         prompts = shape.prompts
         assert prompts is not None
         inputs, tables = PromptInputs.of(packed, prompts), self._slots.page_table
-        rows = chunk_rows(
-            tables[inputs.slots],
-            inputs.owners,
-            inputs.positions,
-            inputs.row_starts,
-            prompts.max_rows,
-            self._page_size,
-            prompts.places,
-            inputs.slots,
-            prompts.num_drawn,
-        )
+        state, drawn = StateRows(inputs.slots, are_final=True), inputs.drawn
+        if drawn is not None:  # of one request
+            state = StateRows(inputs.slots[:1], True, drawn[:2].int(), drawn[2:])
+        of_rows = inputs.owners, inputs.positions, inputs.row_starts, prompts.max_rows
+        rows = chunk_rows(tables[inputs.slots], *of_rows, self._page_size, prompts.places, state)
         if self.reads_last and prompts.reads_last:
             # Of a prompt that goes on and of a spare chunk nothing is read: the first key is enough to attend to.
             rows = reading_only(rows, inputs.last_rows, (inputs.lengths - 1).clamp(min=0))

@@ -36,12 +36,12 @@ class PromptShape:
     max_rows: int
     places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
     reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
-    num_drawn: int = 0  # rows, the last of one chunk, that are computed as windows are
+    are_drawn: bool = False  # the last rows of one chunk, which are computed as windows are
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Integers of each field, in order (`prefill.py`: `Chunks.laid_out`, `PromptInputs`)."""
-        return (*[self.rows] * 4, *[self.chunks] * 5, self.chunks + 1)
+        return (*[self.rows] * 4, *[self.chunks] * 5, self.chunks + 1, *[4] * self.are_drawn)
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def captured_shape(num_rows: int, chunks: int, max_rows: int, reads_last: bool) 
 def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, one more for the rows that are left over, and what is read of them fit."""
     fits = exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows
-    return fits and (exact.reads_last or not shape.reads_last) and not exact.num_drawn
+    return fits and (exact.reads_last or not shape.reads_last) and exact.are_drawn == shape.are_drawn
 
 
 class StepShape(NamedTuple):

@@ -17,8 +17,6 @@ from overlap_spec_kernels.recurrent.gated_delta import (
 from support.device_watch import compilations
 from torch import Tensor
 
-from overlap_spec.models.layers.recurrent import run_kernels
-
 PLACE = torch.device("cuda", 0)
 KERNEL, WIDTH, SLOTS = 4, 4, 5
 
@@ -76,6 +74,13 @@ def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool 
     positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten().to(PLACE)
     edges = torch.arange(len(slots) + 1, dtype=torch.int32, device=PLACE) * count if are_prompts else None
     return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges, count)
+
+
+def with_output(rows: DeltaRows, count: int) -> DeltaRows:
+    """The last rows of one request are its output."""
+    first, end = len(rows.projected) - count, len(rows.projected)
+    edges = torch.tensor([0, first, first, end], device=PLACE)
+    return rows._replace(row_starts=edges[:2].int(), drawn=edges[2:])
 
 
 def apart(rows: DeltaRows, sizes: Sizes) -> DeltaRows:
@@ -167,8 +172,9 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(sizes: Sizes, dty
     weights, count = sizes.weights(), 100
     weights, text = weights._replace(conv=weights.conv.to(dtype)), sizes.rows(8, count).to(dtype)
     plain, again, many = (_in_type(sizes.state(), dtype) for _ in range(3))
-    for state in (plain, again, many):
-        gated_delta(state, weights, placed(text[:7], [0], [3], are_prompts=True))
+    prompt = [
+        gated_delta(state, weights, placed(text[:7], [0], [3], are_prompts=True)) for state in (plain, again, many)
+    ]
     expected = [gated_delta(plain, weights, placed(text[at : at + 1], [at], [3])) for at in range(7, count)]
     crowd = [
         gated_delta(
@@ -182,7 +188,7 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(sizes: Sizes, dty
     with compilations() as compiled:
         for begin, end in ((7, 20), (20, count)):
             rows = placed(text[begin:end].contiguous(), [begin], [3], are_prompts=True)
-            found.append(gated_delta(again, weights, rows._replace(are_drawn=True)))
+            found.append(gated_delta(again, weights, with_output(rows, end - begin)))
     assert "_recur_kernel" not in compiled
     assert torch.equal(torch.cat(crowd), torch.cat(expected)), "windows of many requests"
     assert torch.equal(torch.cat(found), torch.cat(expected))
@@ -190,11 +196,33 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(sizes: Sizes, dty
     assert torch.equal(plain.memory[3], again.memory[3]) and torch.equal(plain.inputs[3], again.inputs[3])
     for _ in range(20):  # a launch that overlaps the prompt's would read what an earlier round has left
         joined = _in_type(sizes.state(), dtype)
-        outputs = run_kernels(joined, weights, placed(text, [0], [3], are_prompts=True), count - 7)
-        assert torch.equal(outputs[7:], torch.cat(expected))
-        few = run_kernels(_in_type(sizes.state(), dtype), weights, placed(text[:20].clone(), [0], [3], True), 13)
-        assert torch.equal(few, outputs[:20])
+        outputs = gated_delta(joined, weights, with_output(placed(text, [0], [3], are_prompts=True), count - 7))
+        assert torch.equal(outputs, torch.cat((prompt[0], *expected)))
+        few = with_output(placed(text[:20].clone(), [0], [3], are_prompts=True), 13)
+        assert torch.equal(gated_delta(_in_type(sizes.state(), dtype), weights, few), outputs[:20])
     assert torch.equal(joined.memory[3], again.memory[3]) and torch.equal(joined.inputs[3], again.inputs[3])
+
+
+def test_a_graph_has_any_prompt_and_any_output(sizes: Sizes) -> None:
+    weights, text, graph, size = sizes.weights(), sizes.rows(8, 150), torch.cuda.CUDAGraph(), 128
+    rows = with_output(placed(text[:size].clone(), [0], [3], are_prompts=True), 1)
+    captured = sizes.state()
+    gated_delta(captured, weights, rows)
+    with torch.cuda.graph(graph):
+        out = gated_delta(captured, weights, rows)
+    assert rows.row_starts is not None and rows.drawn is not None
+    for num_prompt, num_output in ((64, 10), (3, 90), (70, 58), (1, 1)):
+        end, eager = num_prompt + num_output, sizes.state()
+        exact = with_output(placed(text[:end].clone(), [0], [3], are_prompts=True), num_output)
+        expected = gated_delta(eager, weights, exact)
+        assert exact.row_starts is not None and exact.drawn is not None
+        rows.projected[:end] = text[:end]
+        rows.row_starts.copy_(exact.row_starts)
+        rows.drawn.copy_(exact.drawn)
+        graph.replay()
+        assert torch.equal(out[:end], expected) and not out[end:].any()
+        assert captured.memory[[0, 1, 2, 4]].isnan().all() and captured.position.tolist() == [0, 0, 0, end, 0]
+        assert all(torch.equal(one[3], other[3]) for one, other in zip(captured[:2], eager[:2], strict=True))
 
 
 def _in_type(state: DeltaState, dtype: torch.dtype) -> DeltaState:

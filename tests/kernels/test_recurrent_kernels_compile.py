@@ -57,7 +57,7 @@ def compiled(kernel: Any, constants: dict[str, Any], other: str = "*bf16", **opt
     function = kernel.compiled
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = dict.fromkeys(I64, "*i64") | {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in FLOAT}
-    types["starts_ptr"] = "*i64" if constants.get("IS_WINDOW") else "*i32"
+    types["starts_ptr"] = "*i64" if constants.get("IS_WINDOW") or kernel is gated_delta._recur_kernel else "*i32"
     signature = {
         name: "constexpr" if name in constants else types.get(name, other if name.endswith("_ptr") else "i32")
         for name in function.arg_names

@@ -175,7 +175,7 @@ class RingConfig:
     num_snapshots: int = 0  # of recurrent states
     state_chunk: int | None = None  # at whose multiples these are taken; None: at the layers' own
     snapshot_interval: int = 256  # tokens between two of a prompt
-    deterministic: bool = False  # what the scheduler is told
+    deterministic: bool = False  # of layers that recur: what scheduler and graphs are told
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -206,6 +206,7 @@ class RingConfig:
             two_parts=self.two_parts,
             most_deferred=ABSORBED_ROWS + 2,  # few: rings get full, and are absorbed in two steps
             num_snapshots=self.num_snapshots,
+            has_drawn=self.deterministic,
         )
 
     @property

@@ -15,7 +15,8 @@ The last rows that are convolved stay in registers, and the next one is loaded w
 the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
 Output that is computed again is such a sequence, too: of any length, and all of it is in the state that is kept.
 
-**A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`).
+**A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`). Output that follows it goes on from the state
+that they leave. How long both are is read on the device, so a captured step has any prompt and any output.
 
 **What follows.** Programs of the last kernel normalise heads of rows and multiply by their gates (Mamba-2: first the
 gates, then whole rows); others move inputs and windows, which all programs of the first one read. Sync: never.
@@ -89,7 +90,7 @@ class DeltaRows(NamedTuple):
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
     longest: int = 0  # rows that a prompt has at most
     gates: Tensor | None = None  # [T, G n], from a linear of their own
-    are_drawn: bool = False  # with `row_starts`, of one request: token by token, as a window
+    drawn: Tensor | None = None  # [2] i64, with `row_starts` of one request: its output's first row, and the end
 
 
 def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
@@ -101,8 +102,7 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     channels, kernel = weights.conv.shape
     gates, projected = weights.num_gates, _aligned(rows.projected)
     size, batch, is_window = channels + gates * num_heads, len(rows.slots), rows.row_starts is None
-    by_token = is_window or rows.are_drawn
-    require(batch == 1 or not rows.are_drawn, "slots", "one request, whose rows were drawn")
+    require(batch == 1 or rows.drawn is None, "slots", "one request, some of whose rows were drawn")
     columns = size + num_heads * value_dim - (0 if rows.gates is None else gates * num_heads)
     require(projected.shape[1] == columns, "projected", f"[T, {columns}]")
     if rows.gates is not None:
@@ -114,38 +114,40 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     require(state.inputs.shape[1:] == (kernel - 1, channels), "inputs", f"[S, {kernel - 1}, {channels}]")
     require(all(part.is_contiguous() for part in state), "state", "contiguous tensors")
     most = state.window.shape[1]
-    width = len(projected) // max(batch, 1) if by_token else 0
+    width = len(projected) // max(batch, 1) if is_window else 0
     require(width <= most or not is_window, "projected", f"up to {most} rows of a window")
-    found = projected.new_empty(len(projected), num_heads * value_dim)
+    new = projected.new_empty if rows.drawn is None else projected.new_zeros  # other rows have no request
+    found = new(len(projected), num_heads * value_dim)
     if not batch:
         return found
     counts = torch.empty(batch, dtype=torch.int64, device=projected.device)
     block, pdl = min(next_power_of_2(value_dim), _COLUMNS), dependent_launch(projected.device, len(projected))
-    starts = rows.slots if rows.row_starts is None else rows.row_starts  # of windows it is not read
-    places = (projected, rows.slots, rows.positions, starts, *state, counts)
-    if by_token:
-        _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
-            projected, of_gates, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness,
-            weights.offset, weights.bias, weights.skip, found, most, width, int(not is_window), key_dim**-0.5,
-            C=channels, K=kernel, N=num_heads, M=weights.num_key_heads, DK=key_dim, DV=value_dim,
-            BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, G=gates, APART=rows.gates is not None, EPS=_EPS,
-            num_warps=_WARPS, **pdl,
-        )  # fmt: skip
-    else:
-        sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
-        sizes["G"] = gates
-        of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
-        recur_over_prompts(
-            places, of_gates, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS, rows.gates is not None
-        )
     heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
-    out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, heads)
-    _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
-        projected, of_gates, *places[1:], found, weights.norm, out, most, width, of_norms, weights.eps,
-        BLOCK_H=heads, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
-        C=channels, K=kernel, N=num_heads, DV=value_dim, G=gates, APART=rows.gates is not None, IS_WINDOW=is_window,
-        **pdl,
-    )  # fmt: skip
+    out, runs = torch.empty_like(found), [rows.slots if rows.row_starts is None else rows.row_starts]
+    runs += [] if rows.drawn is None else [rows.drawn]
+    sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
+    sizes["G"] = gates
+    of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
+    for starts in runs:  # of windows they are not read
+        places = (projected, rows.slots, rows.positions, starts, *state, counts)
+        if is_window or starts is rows.drawn:
+            # Of output an ordinary launch: it reads at once the state that the launch before it leaves.
+            _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
+                projected, of_gates, *places[1:], *of_layer, found, most, width, int(not is_window), key_dim**-0.5,
+                BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, APART=rows.gates is not None, EPS=_EPS,
+                num_warps=_WARPS, **sizes, **(pdl if is_window else {"PDL": False}),
+            )  # fmt: skip
+        else:
+            recur_over_prompts(
+                places, of_gates, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS, rows.gates is not None
+            )
+        of_norms = len(projected) * ceil_div(num_heads, heads) if starts is runs[-1] else 0
+        _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
+            projected, of_gates, *places[1:], found, weights.norm, out, most, width, of_norms, weights.eps,
+            BLOCK_H=heads, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
+            C=channels, K=kernel, N=num_heads, DV=value_dim, G=gates, APART=rows.gates is not None,
+            IS_WINDOW=is_window, **pdl,
+        )  # fmt: skip
     return out
 
 
@@ -274,23 +276,31 @@ def _mixed(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: tl.
     return _silu(total)
 
 
+@TritonKernel
+def _own_rows(starts_ptr: tl.tensor, request: tl.tensor, width: int, final: int) -> tuple[tl.tensor, tl.tensor]:
+    """The first row of a request, and how many it has. `final` 1: none is rejected, and they are between two starts."""
+    begin = tl.load(starts_ptr + request, mask=final > 0, other=0)
+    end = tl.load(starts_ptr + request + 1, mask=final > 0, other=0)
+    return tl.where(final > 0, begin, request * width).to(tl.int64), width + (end - begin).to(tl.int32)
+
+
 @TritonKernel.with_options(do_not_specialize=(*_COUNTS, "final"))
 def _recur_kernel(
     projected_ptr: tl.tensor, gates_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
-    memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
+    starts_ptr: tl.tensor, memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, bias_ptr: tl.tensor,
     skip_ptr: tl.tensor, found_ptr: tl.tensor, most: int, width: int, final: int, scale: float, C: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, G: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per block of value columns, head and request. APART: as `gates`; `final` 1: no row is rejected."""
+    """One program per block of value columns, head and request. APART: as `gates`; `final` 1: as `_own_rows`."""
     R: tl.constexpr = C + G * N
     STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
     PITCH: tl.constexpr = G * N if APART else STRIDE  # of gates
     head, request = tl.program_id(1), tl.program_id(2)
     # Places and states were written before the launches that this one may overlap.
     slot = tl.load(slots_ptr + request)
-    begin = (request * width).to(tl.int64)
+    begin, width = _own_rows(starts_ptr, request, width, final)
     accepted = tl.load(positions_ptr + begin) - tl.load(position_ptr + slot)
     accepted = tl.minimum(tl.maximum(accepted, 0), most).to(tl.int32)
     total, kept = accepted + width, accepted + final * width

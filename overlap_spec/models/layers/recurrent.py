@@ -279,7 +279,7 @@ def run_prompts(shape: RecurrentShape, state: LayerState, projected: Tensor, row
     """
     assert rows.state is not None and rows.row_starts is not None
     slots, row_starts = map(int, rows.state.slots.numpy()), list(map(int, rows.row_starts.numpy()))
-    found = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
+    found = projected.new_zeros(len(projected), shape.num_heads * shape.value_dim)
     for slot, begin, end in zip(slots, row_starts, row_starts[1:], strict=False):
         if begin == end:
             continue
@@ -289,7 +289,7 @@ def run_prompts(shape: RecurrentShape, state: LayerState, projected: Tensor, row
             memory, inputs = torch.zeros_like(memory), torch.zeros_like(inputs)
         history = torch.cat((inputs, chunk[..., : shape.conv_dim]), dim=1)
         tokens = shape.rows(history, chunk[..., shape.conv_dim :]).at(0)
-        cut, first_drawn = 0, end - begin - rows.state.num_drawn
+        cut, first_drawn = 0, end - begin if rows.state.drawn is None else int(rows.state.drawn[0])
         while cut < end - begin:
             if cut >= first_drawn:
                 until = cut + 1
@@ -312,26 +312,6 @@ def recur(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: Row
     return (run_prompts if rows.state.are_final else run_windows)(shape, state, projected, rows)
 
 
-def run_kernels(state: DeltaState, weights: DeltaWeights, rows: DeltaRows, num_drawn: int = 0) -> Tensor:
-    """See `gated_delta`. Of one request the last `num_drawn` rows are output, which goes on from its prompt's state."""
-    num_prompt = len(rows.projected) - num_drawn
-    if not num_drawn or not num_prompt:
-        return gated_delta(state, weights, rows._replace(are_drawn=num_drawn > 0))
-    prompt = gated_delta(state, weights, _some(rows, slice(num_prompt), num_prompt))
-    # Copies are ordinary launches: the next kernel reads the state before it waits for a launch that it may overlap.
-    output = _some(rows, slice(num_prompt, None), num_drawn)
-    output = output._replace(projected=output.projected.clone(), positions=output.positions.clone(), are_drawn=True)
-    return torch.cat((prompt, gated_delta(state, weights, output)))
-
-
-def _some(rows: DeltaRows, part: slice, count: int) -> DeltaRows:
-    """`count` rows of one request."""
-    assert rows.row_starts is not None
-    gates = None if rows.gates is None else rows.gates[part]
-    starts = rows.row_starts.clamp(max=count)
-    return DeltaRows(rows.projected[part], rows.slots, rows.positions[part], starts, count, gates)
-
-
 def recurred(
     shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch, gates: Tensor | None = None
 ) -> Tensor:
@@ -352,9 +332,9 @@ def recurred(
             bias=shape.bias,
             skip=shape.skip,
         )
-        starts = rows.row_starts if rows.state.are_final else None
-        places = (rows.state.slots, rows.positions, starts, rows.max_rows)
-        found = run_kernels(kept, weights, DeltaRows(projected, *places, gates=gates), rows.state.num_drawn)
+        prompt = rows.row_starts if rows.state.prompt is None else rows.state.prompt
+        places = (rows.state.slots, rows.positions, prompt if rows.state.are_final else None, rows.max_rows)
+        found = gated_delta(kept, weights, DeltaRows(projected, *places, gates, rows.state.drawn))
     else:
         columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
         found = shape.norm(recur(shape, state, columns, rows), gate)

@@ -85,6 +85,7 @@ class Geometry:
     most_deferred: int = MAX_DEFERRED  # draft rows of a slot that there is room for
     num_snapshots: int = 0  # of recurrent states, for the prefix cache
     largest: tuple[int, ...] = ()  # batch that steps of each width have; (): any
+    has_drawn: bool = False  # output is computed again as windows are, in steps of its own
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -155,6 +156,7 @@ def settle_geometry(
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
         most_deferred=deferred,
         largest=largest_batches(settings, models),
+        has_drawn=settings.model.deterministic and models.target.kv_shape.state.num_layers > 0,
         num_snapshots=min(snapshots, max(pages * settings.cache.page_size // CHUNK, 1)),
     )
 

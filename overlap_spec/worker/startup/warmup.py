@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,7 @@ from overlap_spec.worker.startup.step_times import (
 from overlap_spec.worker.step import FINER_BELOW, captured_shapes
 
 KERNELS = "kernels"  # the phase of a start that compiles them
+DRAWN_ROWS = range(64, 641)  # of captured steps with output: up to 512 tokens, and the last chunk of its prompt
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
 
@@ -184,6 +185,8 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
     """What an engine captures. `batch_sizes`: of decode steps."""
     step, slots, widths = executor.decode_step, executor.slots, geometry.step_widths
     most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
+    prompts = captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)
+    drawn = [replace(each, are_drawn=True) for each in prompts if geometry.has_drawn and each.max_rows in DRAWN_ROWS]
     return GraphSizes(
         width=slots.width,
         reach=Reach(slots.num_pages, slots.width, step.page_size, step.method.tree is not None),
@@ -192,7 +195,7 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
         largest=geometry.largest,
         hides_rare=geometry.batch_rows < FINER_BELOW,
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,
-        prompts=tuple(captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)),
+        prompts=(*drawn, *prompts),
         beside=geometry.two_parts,
         reads_last=reads_last,
         placed=() if executor.eager.placed is None else geometry.placed_batches,

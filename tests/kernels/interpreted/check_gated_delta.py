@@ -23,7 +23,6 @@ from overlap_spec.models.layers.recurrent import (
     Mamba2Shape,
     RecurrentShape,
     recurred,
-    run_kernels,
 )
 from overlap_spec.models.recurrent_state import LayerState
 
@@ -62,6 +61,13 @@ def rows_of(seed: int, count: int, gates: int = DELTA) -> Tensor:
 def prompts(rows: Tensor, starts: list[int], counts: list[int], slots: list[int]) -> DeltaRows:
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
     return DeltaRows(rows, torch.tensor(slots), positions, torch.tensor([0, *counts]).cumsum(0).int(), max(counts))
+
+
+def with_output(rows: DeltaRows, count: int, padding: int = 0) -> DeltaRows:
+    """The last rows of one request are its output. `padding`: rows of no request."""
+    end = len(rows.projected) - padding
+    edges = torch.tensor([0, end - count, end])
+    return rows._replace(row_starts=edges[:2].int(), drawn=edges[1:])
 
 
 def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
@@ -148,7 +154,7 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates
         if gates_apart:
             own = apart(windows(text[begin:end], [begin], [2]), gates)
             rows = rows._replace(projected=own.projected, gates=own.gates)
-        found.append(gated_delta(again, weights, rows._replace(are_drawn=True)))
+        found.append(gated_delta(again, weights, with_output(rows, end - begin)))
         assert int(again.position[2]) == end
     found += [gated_delta(again, weights, windows(text[at : at + 1], [at], [2])) for at in (15, 16)]
     assert torch.equal(torch.cat(found), torch.cat(expected))
@@ -159,18 +165,21 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates
 @BOTH
 @pytest.mark.parametrize("gates_apart", [False, True])
 def test_a_prompt_and_output_share_a_step(gates: int, gates_apart: bool) -> None:
-    """A prompt that goes on at its fourth token, and the output after it."""
+    """A prompt that goes on at its fourth token, the output after it, and two rows of no request."""
     weights, text = some_weights(gates), rows_of(8, 12, gates)
     plain, again = some_state(gates), some_state(gates)
     for state in (plain, again):
         gated_delta(state, weights, prompts(text[:3], [0], [3], [2]))
     expected = [gated_delta(plain, weights, prompts(text[3:5], [3], [2], [2]))]
     expected += [gated_delta(plain, weights, windows(text[at : at + 1], [at], [2])) for at in range(5, 12)]
-    rows = prompts(text[3:11], [3], [8], [2])
+    padded = torch.cat((text[3:11], text[:2]))
+    rows = prompts(padded, [3], [10], [2])
     if gates_apart:
-        own = apart(windows(text[3:11], [3], [2]), gates)
+        own = apart(windows(padded, [3], [2]), gates)
         rows = rows._replace(projected=own.projected, gates=own.gates)
-    found = [run_kernels(again, weights, rows, 6)]
+    out = gated_delta(again, weights, with_output(rows, 6, padding=2))
+    assert out.isfinite().all() and int(again.position[2]) == 11
+    found = [out[:8]]
     found.append(gated_delta(again, weights, windows(text[11:], [11], [2])))
     assert torch.equal(torch.cat(found), torch.cat(expected))
     assert all(torch.equal(one[2], other[2]) for one, other in zip(plain[:2], again[:2], strict=True))

@@ -1,5 +1,6 @@
 """Which shapes of steps are captured, in which order, and which of them holds a step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,10 @@ def test_a_step_gets_the_smallest_size_that_holds_it() -> None:
     shapes = captured_shapes(160, 0, 10)
     assert held(shapes, PromptShape(17, 2, 9)) == PromptShape(32, CHUNKS + 1, 32)
     assert held(shapes, PromptShape(128, CHUNKS, 100)).rows == 128
-    assert held(shapes, PromptShape(16, 1, 16, num_drawn=1)) is None, "windows' recurrence is not in it"
+    output, drawn = PromptShape(17, 1, 17, are_drawn=True), [replace(shape, are_drawn=True) for shape in shapes]
+    assert held(shapes, output) is None, "windows' recurrence is not in it"
+    assert held(drawn, PromptShape(17, 2, 9)) is None, "and it is not for several prompts"
+    assert held([*drawn, *shapes], output) == PromptShape(32, CHUNKS + 1, 32, are_drawn=True)
     too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, CHUNKS + 1, 3)
     assert held(shapes, too_long) is None, f"{ROWS}: more rows than positions are not captured"
     assert held(shapes, too_many) is None

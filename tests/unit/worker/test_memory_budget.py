@@ -218,6 +218,16 @@ def test_draft_rows_that_wait_take_little_of_the_memory_for_pages(memory_mib: in
     assert geometry.num_pages == (left - bytes_of_rows) // page_bytes
 
 
+@pytest.mark.parametrize(("family", "deterministic"), [("qwen3 next", True), ("qwen3 next", False), ("llama", True)])
+def test_steps_of_output_alone_are_where_layers_recur_in_one_order(family: str, deterministic: bool) -> None:
+    settings, models = settled(True, dtype="float32"), tiny_loaded(1, 3, torch.float32, family=family)
+    settings = msgspec.structs.replace(
+        settings, model=msgspec.structs.replace(settings.model, deterministic=deterministic)
+    )
+    geometry = settle_geometry(settings, models, torch.device("cuda"), GpuMemory(5000 * MIB, 0))
+    assert geometry.has_drawn == (deterministic and family == "qwen3 next")
+
+
 def test_rounding_weights_while_loading() -> None:
     """Half of the linears' memory, less the buffer that the widest is dequantised into."""
     found = savings(replace(DEMAND, itemsize=2, roundable=600 * MIB, widest=100 * MIB))

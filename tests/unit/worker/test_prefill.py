@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from support.graph_runners import runner_of
@@ -15,6 +16,7 @@ from overlap_spec.messages import ChunkWork, SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import Chunks, PromptInputs, fields_of
+from overlap_spec.worker.startup.warmup import graph_sizes
 from overlap_spec.worker.step import PromptShape, captured_shapes
 
 
@@ -64,7 +66,39 @@ def test_rows_left_over_are_the_last_chunks() -> None:
     assert inputs.last_rows.tolist() == [2, 3, 0, 0]
     assert inputs.lengths.tolist() == [3, 0, 0, 0]
     assert inputs.fresh.tolist() == [1, 0, 0, 0]
-    assert inputs.row_starts.tolist() == [0, 3, 4, 4, 7]
+    assert inputs.row_starts.tolist() == [0, 3, 4, 4, 7] and inputs.drawn is None
+    output, shape = [SlotPart(5, [], 0, pack([1, 2, 3]), 6)], replace(shape, are_drawn=True)
+    work = msgspec.structs.replace(plan_of(0, output, 1).chunks[0], num_drawn=2)
+    packed = torch.from_numpy(Chunks([work]).laid_out(shape, dummy=10))
+    drawn = PromptInputs.of(packed, shape).drawn
+    assert drawn is not None and drawn.tolist() == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_with_output_are_captured_with_the_flag_alone(deterministic: bool) -> None:
+    """Last, so that their memory is the largest steps'."""
+    config = RingConfig(num_steps=0, num_slots=10, num_pages=401, chunk_tokens=128, deterministic=deterministic)
+    executor = build_executor(tiny_loaded(1, 0, family="qwen3 next"), config.geometry(), torch.device("cpu"))
+    shapes = graph_sizes(executor, config.geometry(), (1,)).shapes()
+    captured = [(shape.prompt_rows, shape.prompts.are_drawn) for shape in shapes if shape.prompts and not shape.slots]
+    drawn = [(128, True), (64, True)] if deterministic else []
+    assert captured == [*[(rows, False) for rows in (128, 64, 32, 16)], *drawn]
+
+
+def test_rows_left_over_are_not_output() -> None:
+    """A prompt of 13 tokens, the last of which are output, in a step of 64 rows."""
+    models, config = tiny_loaded(1, 0, family="qwen3 next"), RingConfig(num_steps=0, num_slots=10, num_pages=401)
+    found, padded = [], [replace(shape, are_drawn=True) for shape in captured_shapes(64, 0, 10)[2:]]
+    for num_drawn, shapes in ((0, []), (5, []), (5, padded)):
+        executor = build_executor(models, config.geometry(), torch.device("cpu"))
+        executor.use(runner_of(executor, prompts=shapes))
+        plan = plan_of(0, [fresh(1, list(range(13)), SAMPLINGS["greedy"])], 1)
+        executor.launch(
+            msgspec.structs.replace(plan, chunks=[msgspec.structs.replace(plan.chunks[0], num_drawn=num_drawn)])
+        ).wait()
+        found.append(executor._snapshots.state.layers[0].memory[1])
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("next_token", "length"), [(-1, 9), (0, 0), (7, 0)])
