@@ -161,7 +161,7 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates
     assert torch.equal(plain.memory[0], again.memory[2]) and torch.equal(plain.inputs[0], again.inputs[2])
 
 
-@EACH
+@pytest.mark.slow_but_every(3)  # as above
 @BOTH
 @pytest.mark.parametrize("gates_apart", [False, True])
 def test_a_prompt_and_output_share_a_step(gates: int, gates_apart: bool) -> None:
@@ -228,9 +228,9 @@ def test_a_token_again_and_again_is_known() -> None:
 @BOTH
 def test_a_prompt_by_chunks_is_its_tokens_one_after_another(gates: int) -> None:
     """Wherever it is cut; where it is cut at chunks it has the same bits."""
-    weights, text, ends = some_weights(gates), rows_of(11, 150, gates), ((150,), (64, 150), (37, 128, 150))
+    weights, text, ends = some_weights(gates), rows_of(11, 100, gates), ((100,), (64, 100), (37, 90, 100))
     expected = some_state(gates)
-    out = gated_delta_reference(expected, weights, prompts(text, [0], [150], [3]))
+    out = gated_delta_reference(expected, weights, prompts(text, [0], [100], [3]))
     found = []
     for cuts in ends:
         state, parts, begin = some_state(gates), [], 0
