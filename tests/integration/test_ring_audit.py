@@ -43,6 +43,7 @@ def _code_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "describe_source", lambda: THIS_CODE)
 
 
+@pytest.mark.slow  # nothing is found in what tests below audit
 def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) -> None:
     """Among preemptions, aborts and prefix hits."""
     seen = run_seeds(range(1, 2), codec, {"audit": ALL})
@@ -231,9 +232,12 @@ async def serve_a_wrong_token(
         return ring.auditor.report(), sorted(ring.plans.widths)
 
 
-def test_a_fault_is_written_with_all_that_reproduces_it(codec: TextCodec, tmp_path: Path) -> None:
+def test_a_fault_is_written_with_all_that_reproduces_it_and_switches_speculation_off(
+    codec: TextCodec, tmp_path: Path
+) -> None:
     file = tmp_path / "audit" / "faults.jsonl"
-    asyncio.run(serve_a_wrong_token(codec, AuditSettings(1.0, "log", str(file)), 1))
+    report, widths = asyncio.run(serve_a_wrong_token(codec, AuditSettings(1.0, "disable", str(file)), 3))
+    assert widths == [1] and not report.figures.speculating
     record = msgspec.json.decode(file.read_bytes().splitlines()[0])
     assert record["engine"]["commit"] == THIS_CODE.commit
     assert record["prompt_ids"] == [7, 8, 9] and len(record["output_ids"]) == 16
@@ -248,12 +252,6 @@ def test_a_fault_is_written_with_all_that_reproduces_it(codec: TextCodec, tmp_pa
             assert step_id == fault["step_id"]
             break
     assert record["sampling"]["temperature"] == 0.0 and record["sampling"]["seed"] is not None
-
-
-def test_disable_switches_speculation_off(codec: TextCodec, tmp_path: Path) -> None:
-    settings = AuditSettings(1.0, "disable", str(tmp_path / "faults.jsonl"))
-    report, widths = asyncio.run(serve_a_wrong_token(codec, settings, 3))
-    assert widths == [1] and not report.figures.speculating
 
 
 def test_stop_ends_the_engine(codec: TextCodec, tmp_path: Path) -> None:

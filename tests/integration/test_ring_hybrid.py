@@ -25,7 +25,7 @@ from overlap_spec.worker.build import build_executor
 CHAINS = ("EAGLE3", "NGRAM of chains", "STANDALONE", "EAGLE", "NEXTN in DeepSeek's layout")  # of its own layers
 QUICK = "EAGLE3"  # n-grams are in GRANITE
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 71)]
-NUM_TOKENS, PROMPT = 16, 9
+NUM_TOKENS, PROMPT = 10, 9
 SLOW = dict(zip(HYBRIDS, CHAINS[2:], strict=True))  # each family once, and each other method
 CELLS = [
     pytest.param(family, method, marks=pytest.mark.slow if SLOW[family] == method else pytest.mark.full)

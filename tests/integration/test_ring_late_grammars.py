@@ -135,7 +135,8 @@ def test_one_of_several_ranks_waits_for_every_mask_and_proposes_nothing(
 
     The scheduler looks n-grams up by the time that it has, so steps of those are as many as it finds.
     """
-    requests = [sampling(LONG), sampling(LONG, 1.0), replace_struct(sampling(None), ignore_eos=True)]
+    free = replace_struct(sampling(None), ignore_eos=True)
+    requests = [replace_struct(each, max_new_tokens=24) for each in (sampling(LONG), sampling(LONG, 1.0), free)]
 
     def served(late_s: float) -> list[tuple[list[int], int]]:
         async def serve() -> list[tuple[list[int], int]]:

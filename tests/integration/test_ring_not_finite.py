@@ -20,7 +20,7 @@ from overlap_spec.models.work import tensors_in
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 SEED = 10
-LENGTH = 16
+LENGTH = 10
 PROMPTS = [[(11 * i + 5 * j) % 90 + 20 for i in range(6 + 3 * j)] for j in range(4)]
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -71,11 +71,12 @@ STACKS: dict[str, dict[str, Any]] = {
     FAMILY: {"layers": 4, "full_attention_interval": 4},
     "granite 4": {"layers": 4, "layer_types": ["mamba", "mamba", "mamba", "attention"]},
 }
+OTHERS = [(FAMILY, 1), ("granite 4", 2), ("granite 4", 1)]
 
 
 @pytest.mark.parametrize(
     ("family", "depth"),
-    [(FAMILY, 2), ("granite 4", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in STACKS)],
+    [(FAMILY, 2), *(pytest.param(name, depth, marks=pytest.mark.slow) for name, depth in OTHERS)],
 )
 def test_a_then_b_then_a_answers_alike(codec: TextCodec, family: str, depth: int) -> None:
     """The probe of vllm#43559, and turns that go on: every answer is that of an engine without a cache."""
@@ -98,6 +99,7 @@ def test_prompts_leave_a_snapshot_where_others_branch_off(codec: TextCodec) -> N
     assert found.tokens == serve(replace(config, num_snapshots=0, num_steps=0), codec, asked).tokens
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("family", STACKS)
 def test_a_hit_has_the_bits_of_a_cold_prefill(family: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts that go on from each other's snapshots leave at 128 the one of a prompt in one chunk up to there.

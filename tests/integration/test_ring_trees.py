@@ -51,7 +51,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
 @pytest.mark.parametrize("name", CASES)
 def test_a_schedule(codec: TextCodec, name: str) -> None:
     """Too few requests for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(4, 5), codec, engine_of(name))
+    seen = run_seeds(range(6, 7), codec, engine_of(name))
     assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
 
 

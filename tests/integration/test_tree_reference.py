@@ -45,7 +45,7 @@ TARGET = tiny_target(
     7, layers=3
 )  # an EAGLE-3 head reads all layers but the last: of that, transformers hands out what is normed
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
-NUM_TOKENS = 28
+NUM_TOKENS = 18
 SHAPES = {Shape(1, 4, 5): 1, Shape(3, 2, 6): 64, Shape(4, 3, 10): 16, Shape(5, 8, 32): 4}  # with a page size each
 
 # What is written for the engine; a drafter for a prompt.

@@ -109,7 +109,7 @@ def turns_of(
     tokens of those that were asked one after another were cached.
     """
     first, more = sizes
-    text, sampling = [(7 * i) % 100 + 10 for i in range(first)], bitwise_requests(2, 0, 24)[1][1]
+    text, sampling = [(7 * i) % 100 + 10 for i in range(first)], bitwise_requests(2, 0, 16)[1][1]
     asked: list[Asked] = []
     expected: list[Answer] = []
     config = replace(config, **engine)

@@ -169,6 +169,7 @@ def test_a_connection_beyond_the_bound_is_refused_if_none_is_silent() -> None:
 REST = b"x" * 1_500_000
 
 
+@pytest.mark.slow_but_every(4)  # each status, and each way to close
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
