@@ -157,7 +157,7 @@ def test_layers_that_recur(codec: TextCodec, recurring: Load, monkeypatch: pytes
 def test_turns_of_layers_that_recur(codec: TextCodec, recurring: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*preempting(3))
     config = replace(BATCH, num_slots=2, num_pages=200, chunk_tokens=64)
-    cached = turns_of(config, codec, recurring, (150, 30), ENGINE | STATES)
+    cached = turns_of(config, codec, recurring, (150, 46), ENGINE | STATES)
     assert cached == [0, 128, 128, 192, 192, 256], cached
 
 
