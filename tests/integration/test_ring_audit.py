@@ -178,7 +178,7 @@ def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
         config = RingConfig(grammars=True, max_len=200, audit=ALL)
         async with running(tiny_loaded(0, config.num_steps), config, codec) as ring:
             audits = audits_of(ring.scheduler)
-            await ring.ask([11, 40, 71, 9], SamplingParams(max_new_tokens=48, temperature=1, seed=7, grammar=LETTERS))
+            await ring.ask([11, 40, 71, 9], SamplingParams(max_new_tokens=24, temperature=1, seed=7, grammar=LETTERS))
             async with asyncio.timeout(30):
                 while not (audits.running and len(audits.running[0].drawn) > 3):
                     await asyncio.sleep(0)
@@ -188,7 +188,7 @@ def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
             return ring.auditor.report()
 
     report = asyncio.run(serve())
-    assert report.figures.tokens == 48 and not report.recent and not report.dropped_because
+    assert report.figures.tokens == 24 and not report.recent and not report.dropped_because
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from overlap_spec.messages import (
 CHAINS = Limits(min_match=2, max_breadth=1, by_frequency=True)  # in a log of 256 pages
 BASE = RingConfig(method="NGRAM of chains", num_steps=7, num_slots=4, page_size=4, num_pages=300)
 GREEDY = SamplingParams(
-    max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True, speculative=Speculative(provenance=True)
+    max_new_tokens=16, temperature=0.0, seed=0, ignore_eos=True, speculative=Speculative(provenance=True)
 )
 SALTS = ("", "mine", "yours", "aNUL", "aNULown", "bNUL")
 

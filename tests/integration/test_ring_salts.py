@@ -40,7 +40,7 @@ def with_ring(config: RingConfig, use: Callable[[Ring], Awaitable[None]]) -> Non
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("num_steps", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_two_salts_share_nothing(num_steps: int) -> None:
     """Neither a prompt nor what was said after it, whichever salt comes first; tokens are the same."""
 

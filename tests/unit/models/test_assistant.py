@@ -78,6 +78,7 @@ def test_logits_are_those_of_the_loop(case: str, dtype: torch.dtype, monkeypatch
             torch.testing.assert_close(ours.double(), theirs, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.slow
 def test_every_tensor_counts() -> None:
     target = random_checkpoint("gemma 4 e")
     draft = tiny_assistant(5, target, agree=False, centroids=16)

@@ -152,7 +152,8 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tupl
     assert_rows_are_alone(stacked(mixture), x)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["awq", "fp8 by row", None])
 def test_nor_as_it_is_loaded(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredWeight, "runs_on", lambda self, device, dtype: True)
