@@ -180,7 +180,7 @@ def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widt
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("replays", [False, True])
 def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench, replays: bool) -> None:
     """Of one slot more than are absorbed at once, by graphs too: each takes from where the one before has ended.

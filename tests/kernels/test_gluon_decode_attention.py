@@ -153,7 +153,7 @@ def shares_of(inputs: DecodeInputs, lengths: list[int], scratch: DecodeScratch) 
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(15)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("programs", [11, 5], ids=["two splits if equal", "one split if equal"])
 @pytest.mark.parametrize("lengths", [UNEVEN, [1300, 0, 5000, 1, 1], [0] * 5], ids=["of the step", "others", "none"])
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)

@@ -55,7 +55,7 @@ def first_match(patterns: tuple[str, ...], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(patterns_with_conditions.filter(does_not_match_nothing), min_size=1, max_size=3),
     st.lists(st.text("abc é\n", max_size=4), max_size=5),

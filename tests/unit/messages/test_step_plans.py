@@ -51,7 +51,7 @@ def sent(plan: StepPlan) -> StepPlan:
     return with_own_lists(found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(PARTS, st.booleans(), st.sampled_from([(), (Replayed([1], [2], [3], 4),)]))
 def test_a_plan_is_the_same_at_the_other_end(
     parts: list[SlotPart], drafts: bool, extensions: tuple[Replayed, ...]

@@ -130,6 +130,7 @@ def test_what_was_measured_too_slow_at_start_is_learnt() -> None:
     assert engine.answer(24, 256).of_best > 0.95
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("batch_size", "mean"), [(1, 1.0), (8, 1.0), (32, 1.3), (128, 1.0), (128, 1.3)])
 @pytest.mark.parametrize(("times", "calls"), [(1.3, 1), (1.6, 1), (2.0, 2)])
 def test_plain_steps_that_were_measured_too_slow_at_start_are_found(

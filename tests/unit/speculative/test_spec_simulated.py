@@ -34,8 +34,8 @@ def judge(mean: float, window: Tensor, batch: SlotBatch) -> Verdict:
     return commit(window, verifier.verify(window_of(window), GivenLogits(torch.empty(0, 1)), batch))
 
 
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("mean", [1.0, 1.3, 2.5, 3.9, 4.0])
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("mean", [1.3, 1.0, 2.5, 3.9, 4.0])
 def test_the_mean_of_walks_is_the_one_asked_for(make_batch, mean: float) -> None:
     """16 requests of 200 steps, each from where the step before left it, as decoding walks."""
     batch = make_batch([100] * 16)
