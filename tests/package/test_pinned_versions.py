@@ -24,7 +24,13 @@ ANY_NUMPY = (
     *("drafters_h200.json", "default_drafters_h200.json", "hybrid_proofs_h200.json"),
     *("never_slower_h200.json", "recovery_8b_h200.json"),
     *("throughput_chain_h200.json", "throughput_tree_h200.json"),
-    *("deterministic_price_h200.json", "soak_h200.json", "tp2-8336ee78a716.json", "bits_h200.json"),
+    *(
+        "deterministic_price_h200.json",
+        "deterministic_price_9b_h200.json",
+        "soak_h200.json",
+        "tp2-8336ee78a716.json",
+        "bits_h200.json",
+    ),
     *("frontend_restart_cpu.json", "model_matrix.json"),
 )
 GPU_ONLY = {"triton"}
