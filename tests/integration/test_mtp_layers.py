@@ -28,7 +28,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
 LAYOUTS: dict[str, tuple[Layers, Any]] = {"MiMo-V2": (MimoV2(), tiny_mimo_v2), "Step-3.5": (StepChain(), tiny_step)}
 

@@ -160,7 +160,7 @@ def test_output_is_computed_again_as_it_was(codec: TextCodec, family: str, monke
     monkeypatch.setattr(*preempting(3))
     ways = {"n-grams": replace(BATCH, method="NGRAM of chains", num_slots=4, page_size=1, chunks_seed=3)}
     ways["in graphs"] = replace(BATCH, num_steps=0, num_slots=4, chunk_tokens=64, graph_batch_sizes=(1, 4))
-    assert_bits_of_alone(REQUESTS[:8], ways, codec, partial(load_dense, family=family), **STATES)
+    assert_bits_of_alone(REQUESTS[:6], ways, codec, partial(load_dense, family=family), **STATES)
 
 
 @pytest.mark.parametrize("family", ONE)

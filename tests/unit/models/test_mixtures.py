@@ -88,8 +88,8 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(published)))
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(14)
+@pytest.mark.full_but_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_tensor_counts(family: str, fused: bool) -> None:
