@@ -65,6 +65,7 @@ def batch(learner: Learner, dtype: torch.dtype = torch.float64) -> tuple[Batch, 
     return Batch(laid.batch.tokens, aux, states, laid.batch.lengths, laid.batch.starts), laid.places
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_steps_change_the_copy_alone_until_it_takes_over(dtype: torch.dtype) -> None:
     """In the copy's own type, too, no tensor of the head and none that it goes back to is the copy's."""

@@ -165,7 +165,7 @@ EXACT: dict[str, Callable[[], tuple[Verifier, Callable[..., Tensor]]]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("num_samples", [60_000, pytest.param(2_000_000, marks=FULL)])
+@pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     verifier, guess = EXACT[name]()
     assert p_value(Tables.drawn(5), verifier, guess, num_samples, seed=1) > SIGNIFICANCE / len(EXACT)

