@@ -83,26 +83,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         config.pluginmanager.register(FileResults(Path(given), device, torch.get_num_threads()))
-    asked_for_more = given is not None or config.option.verbose > 0 or config.option.durations or config.option.xmlpath
-    if hasattr(config, "workerinput") and not asked_for_more:
-        tell_less(next(plugin for plugin in config.pluginmanager.get_plugins() if hasattr(plugin, "sendevent")))
-
-
-def tell_less(worker: Any) -> None:
-    """A worker tells its controller of a test that passes once, not before it and of each phase: nothing reads that.
-
-    Each message wakes the controller and has all names and marks of the test: 2% of a run's processor time.
-    """
-    send = worker.sendevent
-
-    def sent(name: str, **message: Any) -> None:
-        report = message["data"] if name == "testreport" else {}
-        if report.get("outcome") == "passed":
-            report["keywords"] = {}
-        if name != "logstart" and (report.get("outcome") != "passed" or report["when"] == "call"):
-            send(name, **message)
-
-    worker.sendevent = sent
 
 
 @pytest.hookimpl(wrapper=True)
