@@ -1,6 +1,5 @@
 """The unit file's promises, kept without systemd: its command is started, killed and started again here."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.command_line import COMMAND, environment, wait_until_gone
-from support.service_unit import UNIT, command_of, descendants, is_started_again, settings_of
+from support.service_unit import UNIT, command_of, descendants, is_started_again, settings_of, shared_memory_of
 
 pytestmark = pytest.mark.slow
 
@@ -84,12 +83,13 @@ def test_a_killed_server_leaves_nothing_and_the_same_command_starts_at_once(
 ) -> None:
     first = run()
     wait_until_it_answers(port)
-    others, shared_memory = list(descendants(first.pid)), set(os.listdir("/dev/shm"))
+    others = list(descendants(first.pid))
     assert len(others) >= 3, "frontend, scheduler and worker"
+    for pid in (first.pid, *others):
+        assert not [path for path in shared_memory_of(pid) if path.exists()], "a killed process would leave it"
     first.send_signal(signal.SIGKILL)
     assert wait_until_gone(others, NOTICED_S)
     assert is_started_again(unit, first.wait())
-    assert set(os.listdir("/dev/shm")) <= shared_memory
     stale = run_directories(tmp_path)
     second = run()
     wait_until_it_answers(port)

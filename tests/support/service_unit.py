@@ -51,3 +51,8 @@ def descendants(pid: int) -> Iterator[int]:
         each = below.pop()
         below += parents.get(each, [])
         yield each
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """The files in /dev/shm that a process has mapped: what else is there is other programs'."""
+    return set(map(Path, re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())))
