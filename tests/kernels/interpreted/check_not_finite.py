@@ -6,8 +6,7 @@ from overlap_spec_kernels import NO_TOKEN, gumbel_argmax
 from overlap_spec_kernels.linear.linear_argmax import _best_kernel
 from overlap_spec_kernels.logits.filter_cutoff import Filters, filter_cutoff_reference
 from overlap_spec_kernels.logits.gumbel_argmax import _gumbel_argmax_triton, gumbel_argmax_reference
-from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
-from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_reference
+from overlap_spec_kernels.tree.top_tokens import _top_tokens_in_float64, _top_tokens_triton, top_tokens_reference
 from overlap_spec_kernels.window.judge_chain import _judge_chain_triton, judge_chain_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from support import step_inputs, tree_inputs
@@ -94,5 +93,5 @@ def test_every_ranked_column_exists(columns: int, k: int) -> None:
     logits = ranked_rows(columns, torch.float32, CPU)
     for found in (_top_tokens_triton(logits, k), top_tokens_reference(logits, k)):
         check_ranked(found.log_probs, found.columns, columns)
-    logs, at, _ = wide_top_tokens(logits.double(), k, part=2048)
+    logs, at, _ = _top_tokens_in_float64(logits.double(), k)
     check_ranked(logs, at, columns)

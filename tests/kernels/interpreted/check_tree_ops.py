@@ -4,12 +4,11 @@ import pytest
 import torch
 from overlap_spec_kernels import PublishedColumns
 from overlap_spec_kernels.attention.move_cache_rows import _move_cache_rows_triton, move_cache_rows_reference
-from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 from overlap_spec_kernels.tree.add_children import Candidates, _add_children_triton, add_children_reference
 from overlap_spec_kernels.tree.expand_tree import _expand_tree_triton, expand_tree_reference
 from overlap_spec_kernels.tree.marginal_tree import _marginal_tree_triton, marginal_tree_reference
 from overlap_spec_kernels.tree.select_tree import _select_tree_triton, select_tree_reference
-from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_reference
+from overlap_spec_kernels.tree.top_tokens import _top_tokens_in_float64, _top_tokens_triton, top_tokens_reference
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
@@ -137,7 +136,7 @@ def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8)])
 def test_top_tokens_of_float64(size: int, k: int) -> None:
     for logits in (tied_logits(5, size).double(), torch.randn(3, size + 5, dtype=torch.float64)[:, :size] * 9):
-        logs, columns, log_totals = wide_top_tokens(logits, k, part=2048)
+        logs, columns, log_totals = _top_tokens_in_float64(logits, k)
         expected = top_tokens_reference(logits, k)
         assert torch.equal(columns, expected.columns)
         assert (logs <= 0).all(), "a child has the log-prob no more than its parent"
