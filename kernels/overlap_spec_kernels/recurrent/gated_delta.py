@@ -13,7 +13,8 @@ token comes from:
 
 The last rows that are convolved stay in registers, and the next one is loaded while a token is computed. Columns read
 the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
-Output that is computed again is such a sequence, too: of any length, and all of it is in the state that is kept.
+Output that is computed again is such a sequence, too: of any length, and all of it is in the state that is kept. All
+its rows are known, which makes it shorter on Hopper (`replay.py`).
 
 **A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`). Output that follows it goes on from the state
 that they leave. How long both are is read on the device, so a captured step has any prompt and any output.
@@ -39,10 +40,10 @@ from overlap_spec_kernels.launch import (
     require,
 )
 from overlap_spec_kernels.recurrent.prompt_chunks import recur_over_prompts
+from overlap_spec_kernels.recurrent.replay import replay, replays
+from overlap_spec_kernels.recurrent.row import ADDS_UP, COLUMNS, new_row, old_row, silu, silu_sum, softplus, weights_of
 
 MAX_KERNEL = 4  # rows of the convolution, which registers hold
-_COLUMNS = 16  # of values, in a program of the first kernel
-_WARPS = 1  # of it: sums need no barrier
 _CHANNELS = 128  # in a program of the second kernel that moves rows
 _HEADS = 4  # in one that normalises
 _ALIGNMENT = 16  # bytes
@@ -121,7 +122,7 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     if not batch:
         return found
     counts = torch.empty(batch, dtype=torch.int64, device=projected.device)
-    block, pdl = min(next_power_of_2(value_dim), _COLUMNS), dependent_launch(projected.device, len(projected))
+    block, pdl = min(next_power_of_2(value_dim), COLUMNS), dependent_launch(projected.device, len(projected))
     heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
     out, runs = torch.empty_like(found), [rows.slots if rows.row_starts is None else rows.row_starts]
     runs += [] if rows.drawn is None else [rows.drawn]
@@ -130,12 +131,14 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
     for starts in runs:  # of windows they are not read
         places = (projected, rows.slots, rows.positions, starts, *state, counts)
-        if is_window or starts is rows.drawn:
+        if starts is rows.drawn and replays(state.memory):
+            replay(places, of_gates, of_layer, found, key_dim**-0.5, sizes, _EPS, rows.gates is not None)
+        elif is_window or starts is rows.drawn:
             # Of output an ordinary launch: it reads at once the state that the launch before it leaves.
             _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
                 projected, of_gates, *places[1:], *of_layer, found, most, width, int(not is_window), key_dim**-0.5,
                 BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, APART=rows.gates is not None, EPS=_EPS,
-                num_warps=_WARPS, **sizes, **(pdl if is_window else {"PDL": False}),
+                **sizes, **ADDS_UP, **(pdl if is_window else {"PDL": False}),
             )  # fmt: skip
         else:
             recur_over_prompts(
@@ -229,54 +232,6 @@ def _next(memory: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -
 
 
 @TritonKernel
-def _new_row(
-    new_ptr: tl.tensor, window_ptr: tl.tensor, token: tl.tensor, accepted: tl.tensor, total: tl.tensor,
-    column: tl.tensor, new_column: tl.tensor, inside: tl.tensor, R: tl.constexpr, STRIDE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Some columns of a token, whose tensors begin at these addresses; zeros behind the last one.
-
-    Columns of the window and of the tensor of new rows may have other numbers.
-    """
-    is_new = token >= accepted
-    pending = tl.load(window_ptr + token * R + column, mask=inside & (token < accepted), other=0.0).to(tl.float32)
-    new = tl.load(
-        new_ptr + (token - accepted).to(tl.int64) * STRIDE + new_column,
-        mask=inside & is_new & (token < total),
-        other=0.0,
-    ).to(tl.float32)
-    return tl.where(is_new, new, pending)
-
-
-@TritonKernel
-def _old_row(
-    inputs_ptr: tl.tensor, row: tl.constexpr, column: tl.tensor, inside: tl.tensor, C: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Some columns of a row that was convolved before, of which there may be none: zeros."""
-    return tl.load(inputs_ptr + row * C + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
-
-
-@TritonKernel
-def _weights_of(
-    conv_ptr: tl.tensor, row: tl.constexpr, column: tl.tensor, inside: tl.tensor, K: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """The convolution's weights of a row: zeros of those before its first."""
-    return tl.load(conv_ptr + column * K + row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
-
-
-@TritonKernel
-def _silu(x: tl.tensor) -> tl.tensor:
-    return x / (1.0 + tl.exp(-x))
-
-
-@TritonKernel
-def _mixed(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """SiLU of the convolution's sum and its bias, if there is one."""
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return _silu(total)
-
-
-@TritonKernel
 def _own_rows(starts_ptr: tl.tensor, request: tl.tensor, width: int, final: int) -> tuple[tl.tensor, tl.tensor]:
     """The first row of a request, and how many it has. `final` 1: none is rejected, and they are between two starts."""
     begin = tl.load(starts_ptr + request, mask=final > 0, other=0)
@@ -316,53 +271,52 @@ def _recur_kernel(
     memory = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     steepness, offset = tl.load(steepness_ptr + head), tl.load(offset_ptr + head)
     q_weight0, q_weight1, q_weight2, q_weight3 = (
-        _weights_of(conv_ptr, K - 4, q_column, has_key, K), _weights_of(conv_ptr, K - 3, q_column, has_key, K),
-        _weights_of(conv_ptr, K - 2, q_column, has_key, K), _weights_of(conv_ptr, K - 1, q_column, has_key, K),
+        weights_of(conv_ptr, K - 4, q_column, has_key, K), weights_of(conv_ptr, K - 3, q_column, has_key, K),
+        weights_of(conv_ptr, K - 2, q_column, has_key, K), weights_of(conv_ptr, K - 1, q_column, has_key, K),
     )  # fmt: skip
     k_weight0, k_weight1, k_weight2, k_weight3 = (
-        _weights_of(conv_ptr, K - 4, k_column, has_key, K), _weights_of(conv_ptr, K - 3, k_column, has_key, K),
-        _weights_of(conv_ptr, K - 2, k_column, has_key, K), _weights_of(conv_ptr, K - 1, k_column, has_key, K),
+        weights_of(conv_ptr, K - 4, k_column, has_key, K), weights_of(conv_ptr, K - 3, k_column, has_key, K),
+        weights_of(conv_ptr, K - 2, k_column, has_key, K), weights_of(conv_ptr, K - 1, k_column, has_key, K),
     )  # fmt: skip
     v_weight0, v_weight1, v_weight2, v_weight3 = (
-        _weights_of(conv_ptr, K - 4, v_column, has_value, K), _weights_of(conv_ptr, K - 3, v_column, has_value, K),
-        _weights_of(conv_ptr, K - 2, v_column, has_value, K), _weights_of(conv_ptr, K - 1, v_column, has_value, K),
+        weights_of(conv_ptr, K - 4, v_column, has_value, K), weights_of(conv_ptr, K - 3, v_column, has_value, K),
+        weights_of(conv_ptr, K - 2, v_column, has_value, K), weights_of(conv_ptr, K - 1, v_column, has_value, K),
     )  # fmt: skip
     if skip_ptr is not None:
         skip = tl.load(skip_ptr + head)
-    q0, q1 = _old_row(own_inputs, K - 4, q_column, has_key, C), _old_row(own_inputs, K - 3, q_column, has_key, C)
-    q2 = _old_row(own_inputs, K - 2, q_column, has_key, C)
-    k0, k1 = _old_row(own_inputs, K - 4, k_column, has_key, C), _old_row(own_inputs, K - 3, k_column, has_key, C)
-    k2 = _old_row(own_inputs, K - 2, k_column, has_key, C)
-    v0, v1 = _old_row(own_inputs, K - 4, v_column, has_value, C), _old_row(own_inputs, K - 3, v_column, has_value, C)
-    v2 = _old_row(own_inputs, K - 2, v_column, has_value, C)
+    q0, q1 = old_row(own_inputs, K - 4, q_column, has_key, C), old_row(own_inputs, K - 3, q_column, has_key, C)
+    q2 = old_row(own_inputs, K - 2, q_column, has_key, C)
+    k0, k1 = old_row(own_inputs, K - 4, k_column, has_key, C), old_row(own_inputs, K - 3, k_column, has_key, C)
+    k2 = old_row(own_inputs, K - 2, k_column, has_key, C)
+    v0, v1 = old_row(own_inputs, K - 4, v_column, has_value, C), old_row(own_inputs, K - 3, v_column, has_value, C)
+    v2 = old_row(own_inputs, K - 2, v_column, has_value, C)
     wait(PDL)
     let_next_begin(PDL)  # which reads all but `found` and counts at once
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
     first, last = accepted * 0, (G - 1) * N + head
-    q3 = _new_row(rows_ptr, own_window, first, accepted, total, q_column, q_column, has_key, R, STRIDE)
-    k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, k_column, has_key, R, STRIDE)
-    v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, v_column, has_value, R, STRIDE)
-    rate = _new_row(gates_ptr, own_window, first, accepted, total, C + head, head, head >= 0, R, PITCH)
-    step = _new_row(gates_ptr, own_window, first, accepted, total, C + last, last, head >= 0, R, PITCH)
+    q3 = new_row(rows_ptr, own_window, first, accepted, total, q_column, q_column, has_key, R, STRIDE)
+    k3 = new_row(rows_ptr, own_window, first, accepted, total, k_column, k_column, has_key, R, STRIDE)
+    v3 = new_row(rows_ptr, own_window, first, accepted, total, v_column, v_column, has_value, R, STRIDE)
+    rate = new_row(gates_ptr, own_window, first, accepted, total, C + head, head, head >= 0, R, PITCH)
+    step = new_row(gates_ptr, own_window, first, accepted, total, C + last, last, head >= 0, R, PITCH)
     for token in range(0, total):
         tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == kept))
         after = token + 1
-        next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, q_column, has_key, R, STRIDE)
-        next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, k_column, has_key, R, STRIDE)
-        next_v = _new_row(rows_ptr, own_window, after, accepted, total, v_column, v_column, has_value, R, STRIDE)
-        next_rate = _new_row(gates_ptr, own_window, after, accepted, total, C + head, head, head >= 0, R, PITCH)
-        next_step = _new_row(gates_ptr, own_window, after, accepted, total, C + last, last, head >= 0, R, PITCH)
-        q = _mixed(bias_ptr, q_column, has_key, q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
-        k = _mixed(bias_ptr, k_column, has_key, k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
-        v = _mixed(bias_ptr, v_column, has_value, v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
+        next_q = new_row(rows_ptr, own_window, after, accepted, total, q_column, q_column, has_key, R, STRIDE)
+        next_k = new_row(rows_ptr, own_window, after, accepted, total, k_column, k_column, has_key, R, STRIDE)
+        next_v = new_row(rows_ptr, own_window, after, accepted, total, v_column, v_column, has_value, R, STRIDE)
+        next_rate = new_row(gates_ptr, own_window, after, accepted, total, C + head, head, head >= 0, R, PITCH)
+        next_step = new_row(gates_ptr, own_window, after, accepted, total, C + last, last, head >= 0, R, PITCH)
+        q = silu_sum(bias_ptr, q_column, has_key, q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
+        k = silu_sum(bias_ptr, k_column, has_key, k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
+        v = silu_sum(bias_ptr, v_column, has_value, v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
         if G == 2:
             q = q / tl.sqrt(tl.sum(q * q, 0) + EPS) * scale
             k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
-        step += offset
-        softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
-        memory = memory * tl.exp(-steepness * softplus)
-        learnt = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-rate)) if G == 2 else v * softplus
+        size = softplus(step + offset)
+        memory = memory * tl.exp(-steepness * size)
+        learnt = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-rate)) if G == 2 else v * size
         memory = (memory + k[:, None] * learnt[None, :]).to(memory_ptr.dtype.element_ty).to(tl.float32)
         row = begin + token - accepted
         tl.store(
@@ -398,9 +352,9 @@ def _normalise(
     x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
     if G == 2:
         normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
-        tl.store(out_ptr + row * N * DV + column, normed * _silu(z), mask=inside)
+        tl.store(out_ptr + row * N * DV + column, normed * silu(z), mask=inside)
     else:
-        x = x * _silu(z)
+        x = x * silu(z)
         normed = x * (1.0 / tl.sqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / (N * DV) + eps)) * weight
         tl.store(out_ptr + row * N * DV + column, normed, mask=inside)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2
+from overlap_spec_kernels.recurrent.row import softplus
 
 CHUNK = 64  # positions
 _COLUMNS = 32  # of values, in a program of the second kernel
@@ -129,9 +130,9 @@ def _gates(
     at = gates_ptr + row.to(tl.int64) * PITCH + head
     rate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     step = tl.load(at + (G - 1) * N, mask=valid, other=0.0).to(tl.float32) + tl.load(offset_ptr + head)
-    softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
-    decay = tl.where(valid, -tl.load(steepness_ptr + head) * softplus, 0.0)
-    rate = softplus if G == 1 else 1.0 / (1.0 + tl.exp(-rate))
+    size = softplus(step)
+    decay = tl.where(valid, -tl.load(steepness_ptr + head) * size, 0.0)
+    rate = size if G == 1 else 1.0 / (1.0 + tl.exp(-rate))
     return tl.where(valid, rate, 0.0), tl.cumsum(decay, 0)
 
 

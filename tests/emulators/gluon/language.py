@@ -47,7 +47,8 @@ class Language:
 
     static_range = staticmethod(range)
     exp, exp2, log2 = staticmethod(_unary(np.exp)), staticmethod(_unary(np.exp2)), staticmethod(_unary(np.log2))
-    rsqrt = staticmethod(_unary(lambda x: 1 / np.sqrt(x)))
+    rsqrt, sqrt = staticmethod(_unary(lambda x: 1 / np.sqrt(x))), staticmethod(_unary(np.sqrt))
+    log, abs = staticmethod(_unary(np.log)), staticmethod(_unary(np.abs))
     sum, max, min = staticmethod(_reduction(np.sum)), staticmethod(_reduction(np.max)), staticmethod(_reduction(np.min))
     maximum, minimum = staticmethod(_binary(np.maximum)), staticmethod(_binary(np.minimum))
     cdiv = staticmethod(_binary(lambda left, right: -(-left // right)))
@@ -121,6 +122,10 @@ class Language:
         sides = [Tensor(side.data if isinstance(side, Tensor) else side, common_dtype(yes, no)) for side in (yes, no)]
         known = [x.layout for x in (chosen, yes, no) if isinstance(x, Tensor) and x.layout is not None]
         return Tensor(np.where(chosen.data, *(side.data for side in sides)), sides[0].dtype, (known or [None])[0])
+
+    @staticmethod
+    def debug_barrier() -> None:
+        """The program's threads are one."""
 
     @staticmethod
     def reduce(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from emulators.gluon.language import names
 from emulators.gluon.program import Program, Tiles
 from emulators.gluon.tensors import Pointer, Tensor
 
+_WARPS = 4  # where a launch does not say
 # Of a launch; all else is an argument of the kernel.
 _OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion"}
 
@@ -51,8 +52,14 @@ _ATTENTIONS = tuple(
 )
 _EXPERTS = _module("experts.sum_of_experts")
 # Kernels of these are Triton's, too, but use only functions that Gluon has.
-_ARGMAX, _LARGE_HEADS = _module("linear.linear_argmax"), _module("attention.large_heads")
-_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _EXPERTS, _ARGMAX, _LARGE_HEADS)
+_BOTH = tuple(
+    _module(name)
+    for name in (
+        *("linear.linear_argmax", "attention.large_heads"),
+        *("recurrent.gated_delta", "recurrent.replay", "recurrent.row"),
+    )
+)
+_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _EXPERTS, *_BOTH)
 _BEGIN = _module("language")  # has how every Triton kernel begins
 
 
@@ -86,14 +93,14 @@ class Hopper:
         signature = inspect.signature(function)
         bound = signature.bind(*arguments, **named).arguments
         constants = {name: value for name, value in bound.items() if is_constant(signature.parameters[name])}
-        assert constants["PDL"] == is_dependent
+        assert constants.get("PDL", False) == is_dependent
         self.launches.append(Launch(function.__name__, grid, constants, options))
         passed = {name: value if name in constants else argument(name, value) for name, value in bound.items()}
         grid = (*grid, 1, 1)[:3]
         places = list(itertools.product(*(range(count) for count in grid)))
         random.Random(0).shuffle(places)
         for place in places:
-            program = Program(place, grid, options["num_warps"], is_dependent, self.read_before_wait)
+            program = Program(place, grid, options.get("num_warps", _WARPS), is_dependent, self.read_before_wait)
             with replaced_names(program), np.errstate(all="ignore"):
                 function(**passed)
             program.require_end()
@@ -137,6 +144,8 @@ def argument(name: str, value: Any) -> Any:
         return Tiles(name, value)
     if isinstance(value, float):
         return Tensor(value, tl.float32)
+    if value is None:
+        return None
     return Tensor(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
 
 
@@ -144,7 +153,7 @@ def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
     """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the references."""
     gpu = Hopper()
     for module in (*_WITH_KERNELS, _BEGIN):
-        kind = TritonKernel if module in (_ARGMAX, _LARGE_HEADS, _BEGIN) else GluonKernel
+        kind = TritonKernel if module in (*_BOTH, _BEGIN) else GluonKernel
         for name, value in list(vars(module).items()):
             if isinstance(value, kind):
                 patch.setattr(module, name, Interpreted(gpu, value.function))

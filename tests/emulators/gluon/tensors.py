@@ -94,6 +94,10 @@ class Tensor:
     def reshape(self, shape: Sequence[int]) -> Tensor:
         return Tensor(self.data.reshape(shape), self.dtype)
 
+    def __getitem__(self, place: Any) -> Tensor:
+        """Only Triton's own tensors have axes added so: their layouts are the compiler's."""
+        return Tensor(self.data[place], self.dtype)
+
     def __bool__(self) -> bool:
         return bool(self.data)
 
