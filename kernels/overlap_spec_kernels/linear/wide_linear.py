@@ -71,7 +71,7 @@ class Wide(NamedTuple):
         x, weight = call.x, call.weight
         out = call.out if call.best is None else call.best
         assert out is not None and call.squares is None
-        items = _num_items(len(x), programs)
+        items, tiles = _num_items(len(x), programs), ceil_div(len(x), _ROWS)
         work = _Work(
             out=out.data_ptr(),
             best_at=None if call.best_at is None else call.best_at.data_ptr(),
@@ -80,13 +80,14 @@ class Wide(NamedTuple):
             num_rows=x.shape[0],
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,
-            num_tiles=ceil_div(len(x), _ROWS),
+            num_tiles=tiles,
             num_columns=programs,
             num_items=items,
             is_float=out.dtype == torch.float32,
         )
-        half = self._columns(call.gated) // _CLUSTER
-        maps = tensor_map(x, _ROWS // _CLUSTER, _DEPTH), tensor_map(weight, half, _DEPTH)
+        whole = tensor_map(x, _ROWS, _DEPTH)
+        half = tensor_map(x, _ROWS // _CLUSTER, _DEPTH) if tiles % _CLUSTER else whole  # of the last tile alone
+        maps = whole, half, tensor_map(weight, self._columns(call.gated) // _CLUSTER, _DEPTH)
         clusters = min(items, _num_clusters(x.device))
         end = "ARGMAX" if call.best is not None else "GATED" if call.gated else "PLAIN"
         self.kernel(x.dtype, x.device, end, scales is not None).launch(clusters * _CLUSTER, (*maps, work))

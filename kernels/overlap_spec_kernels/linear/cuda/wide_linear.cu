@@ -18,7 +18,7 @@
 #include "hopper.cuh"
 #include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
 
-// What the kernel is given beside the two tensor maps; the same fields in wide_linear.py.
+// What the kernel is given beside the tensor maps; the same fields in wide_linear.py.
 struct Work {
     void* out;            // [T, N] of x's type, or float32 if `is_float`; ARGMAX [T, num_columns] float32
     int* best_at;         // ARGMAX [T, num_columns]
@@ -36,6 +36,7 @@ struct Work {
 constexpr int DEPTH = 64;
 constexpr int ROWS = 128;
 constexpr int CLUSTER = 2;
+constexpr u16 BOTH = (1 << CLUSTER) - 1;  // programs that something is sent to
 constexpr int GROUPS = 2;  // warpgroups that multiply
 constexpr int GROUP_ROWS = ROWS / GROUPS;
 constexpr int SUMS = COLUMNS / 2;  // sums per thread: 64 x COLUMNS over 128 threads
@@ -84,61 +85,57 @@ struct Place {
 
 // ---- the warpgroup that copies: one thread of it ----
 
-// A half of a tile: to both programs, if they share it, by the one whose half it is.
-__device__ __forceinline__ void copy_half(
-    u32 target, const TensorMap* map, u64* full, int chunk, int row, bool is_shared, bool is_own
-) {
-    if (!is_shared)
-        copy_tile(target, map, full, chunk * DEPTH, row);
-    else if (is_own)
-        send_tile(target, map, full, chunk * DEPTH, row, (1 << CLUSTER) - 1);
-}
+struct Maps {
+    const TensorMap* x;       // boxes of 128 rows
+    const TensorMap* x_half;  // of 64; used if the number of x's tiles is odd
+    const TensorMap* w;       // of COLUMNS / 2
+};
 
+// A tile of W: this program's half of it to both, or both halves, if the other has another tile.
 __device__ __forceinline__ void copy_w(
-    const TensorMap* w_map, const Work& work, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
+    const TensorMap* map, const Work& work, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
 ) {
-    expect(full, STAGE_BYTES);
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
 #ifdef GATED
-        int row = half * work.size_n + tile.column * (COLUMNS / 2);  // gate's rows, then up's
+    int row = tile.column * (COLUMNS / 2), next_half = work.size_n;  // gate's rows, then up's
 #else
-        int row = tile.column * COLUMNS + half * (COLUMNS / 2);
+    int row = tile.column * COLUMNS, next_half = COLUMNS / 2;
 #endif
-        u32 target = stage + X_BYTES + half * (W_BYTES / 2);
-        copy_half(target, w_map, full, chunk, row, !tile.shares_x, half == rank);
+    u32 target = stage + X_BYTES;
+    expect(full, STAGE_BYTES);
+    if (tile.shares_x) {
+        copy_tile(target, map, full, chunk * DEPTH, row);
+        copy_tile(target + W_BYTES / 2, map, full, chunk * DEPTH, row + next_half);
+    } else {
+        send_tile(target + rank * (W_BYTES / 2), map, full, chunk * DEPTH, row + rank * next_half, BOTH);
     }
 }
 
-__device__ __forceinline__ void copy_x(
-    const TensorMap* x_map, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
-) {
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-        int row = tile.row + half * (ROWS / 2);
-        copy_half(stage + half * (X_BYTES / 2), x_map, full, chunk, row, tile.shares_x, half == rank);
-    }
+// A tile of x at once, as two copies take longer; or this program's half of it to both.
+__device__ __forceinline__ void copy_x(const Maps& maps, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk) {
+    if (tile.shares_x)
+        send_tile(stage + rank * (X_BYTES / 2), maps.x_half, full, chunk * DEPTH, tile.row + rank * (ROWS / 2), BOTH);
+    else
+        copy_tile(stage, maps.x, full, chunk * DEPTH, tile.row);
 }
 
-__device__ __forceinline__ void copy_all(
-    const TensorMap* x_map, const TensorMap* w_map, const Work& work, char* ring, Barriers* barriers, u32 rank
-) {
+__device__ __forceinline__ void copy_all(const Maps& maps, const Work& work, char* ring, Barriers* barriers, u32 rank) {
     Place place;
     int early = min(work.chunks, STAGES);  // stages of W, which no kernel before this one writes
     Tile first(work, Tile::first(), rank);
     for (int c = 0; c < early; ++c)
-        copy_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
+        copy_w(maps.w, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
     wait_for_kernels_before();
     for (int number = Tile::first(); number < work.num_items; number += Tile::step()) {
         Tile tile(work, number, rank);
+#pragma unroll 1  // unrolled, this warpgroup's few registers would lie in memory
         for (int c = 0; c < work.chunks; ++c, --early, place.advance()) {
             u64* full = &barriers->full[place.stage];
             u32 stage = shared(ring + place.stage * STAGE_BYTES);
             if (early <= 0) {
                 wait(&barriers->empty[place.stage], place.parity ^ 1);
-                copy_w(w_map, work, tile, rank, stage, full, c);
+                copy_w(maps.w, work, tile, rank, stage, full, c);
             }
-            copy_x(x_map, tile, rank, stage, full, c);
+            copy_x(maps, tile, rank, stage, full, c);
         }
     }
 }
@@ -189,7 +186,8 @@ __device__ __forceinline__ void multiply_all(const Work& work, char* ring, char*
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1) __cluster_dims__(CLUSTER, 1, 1) wide_linear(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_half_map,
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char ring[];
     __shared__ Barriers barriers;
@@ -205,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1) __cluster_di
     let_next_begin();
     if (threadIdx.x < 128) {
         give_registers<24>();
-        if (threadIdx.x == 0) copy_all(&x_map, &w_map, work, ring, &barriers, rank);
+        if (threadIdx.x == 0) copy_all({&x_map, &x_half_map, &w_map}, work, ring, &barriers, rank);
         __syncwarp();
     } else {
         take_registers<240>();
