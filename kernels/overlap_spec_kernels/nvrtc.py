@@ -204,15 +204,19 @@ class CudaKernel:
         _checked(driver.cuFuncSetAttribute(function, limit, self._shared))
         return function
 
+    def load(self) -> Any:
+        """The function, compiled and loaded: no launch waits then. Where nothing is launched, it is only compiled."""
+        return _COMPILER.get()(self._code) if only_compiles() else self._function
+
     def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
         """Launch as a dependent kernel: it begins while the previous one runs, and waits for it itself. Sync: never."""
+        function = self.load()
         if only_compiles():
-            _COMPILER.get()(self._code)
             return
         from cuda.bindings import driver
 
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        _checked(driver.cuLaunchKernelEx(self._config(programs), self._function, ctypes.addressof(pointers), 0))
+        _checked(driver.cuLaunchKernelEx(self._config(programs), function, ctypes.addressof(pointers), 0))
 
     def clusters_at_once(self, size: int) -> int:
         """Number of clusters of so many programs that the device has room for."""

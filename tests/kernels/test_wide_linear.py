@@ -3,7 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels import nvrtc as _cuda
-from overlap_spec_kernels.linear import wide_linear as wide
+from overlap_spec_kernels.linear import dense, wide_linear as wide
 from torch import Tensor
 
 LLAMA_8B = {"gate and up": (28672, 4096), "head": (128256, 4096)}
@@ -77,3 +77,22 @@ def test_tiles_fill_rounds(rows: int, columns: tuple[int, ...]) -> None:
     shapes = ((24576, 4096, True), (4096, 12288, False), (12288, 4096, False))
     found = [wide.any_for(meta(rows, size_k), meta(size_n, size_k), gated) for size_n, size_k, gated in shapes]
     assert tuple(cut.block_n for cut in found) == columns
+
+
+@pytest.mark.usefixtures("hopper")
+def test_gates_without_an_order_have_tiles_that_fill_rounds() -> None:
+    """Qwen3.5-9B's: of 96 columns where those of 112 leave a part of a round."""
+    weight = meta(24576, 4096)
+    found = [wide.wide_for(meta(rows, 4096), weight, True) for rows in (384, 768, 2048, 3072)]
+    assert found == [wide.GATES[0], wide.GATED, wide.GATES[0], wide.GATED]
+    for rows, cut in zip((384, 768, 2048, 3072), found, strict=True):
+        assert cut is not None and cut.is_full(meta(rows, 4096), weight, True)
+        assert wide.GATED.is_full(meta(rows, 4096), weight, True) == (cut == wide.GATED)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_other_numbers_of_rows_take_is_loaded_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(_cuda.CudaKernel, "load", lambda kernel: loaded.append(kernel._code.defines[0]))
+    assert dense._wide_cut(meta(129, 4096), meta(*LLAMA_8B["gate and up"]), True) is None
+    assert loaded == ["COLUMNS=192", "COLUMNS=224"]

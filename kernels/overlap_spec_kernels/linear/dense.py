@@ -28,7 +28,7 @@ from overlap_spec_kernels.linear.short_linear import row_linear_for
 from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, argmax_tiles_for, tiles_for
 from overlap_spec_kernels.linear.whole_rows_linear import whole_rows_for
-from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
+from overlap_spec_kernels.linear.wide_linear import GATES, Wide, wide_for
 from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
@@ -129,12 +129,10 @@ def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | Non
 
 
 def _wide_cut(rows: Tensor, weight: Tensor, gated: bool) -> Wide | None:
-    """How the wide kernel divides a linear; None if it does not apply.
-
-    It is compiled for the first weight that it can multiply by, so that no later step waits for the compiler.
-    """
+    """How the wide kernel divides a linear, if it applies. What other numbers of rows take is loaded by the first."""
     wide = wide_for(rows, weight, gated)
     if wide is None:
         return None
-    wide.kernel(rows.dtype, rows.device, "GATED" if gated else "ARGMAX")
+    for each in GATES if gated else (wide,):
+        each.kernel(rows.dtype, rows.device, "GATED" if gated else "ARGMAX").load()
     return wide if wide.is_full(rows, weight, gated) else None

@@ -96,9 +96,8 @@ class Wide(NamedTuple):
         """Whether useful rows and columns nearly fill every round of tiles; else a BLAS and a second kernel win."""
         clusters, programs = _num_clusters(x.device), self.num_programs(weight, gated)
         rounds = ceil_div(_num_items(len(x), programs), clusters)
-        rows = x.shape[0] / (_ROWS * _CLUSTER)
-        least = _FULL_ARGMAX if self in ARGMAX else _FULL
-        return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= least
+        useful = x.shape[0] / (_ROWS * _CLUSTER) * num_columns(weight, gated) / self.block_n
+        return useful / (rounds * clusters) >= (_FULL_ARGMAX if self in ARGMAX else _FULL)
 
     def kernel(self, dtype: torch.dtype, device: torch.device, end: str, scaled: bool = False) -> CudaKernel:
         """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN."""
@@ -110,7 +109,7 @@ class Wide(NamedTuple):
 
 GATED = Wide(112, 4)
 ARGMAX = Wide(224, 5), Wide(176, 5)
-GATES = Wide(96, 4), GATED  # where one is taken for any number of rows
+GATES = Wide(96, 4), GATED  # narrow ones where they fill rounds better
 PLAIN = Wide(128, 6), Wide(160, 5), Wide(192, 5), Wide(256, 4)
 IN_PARTS = PLAIN[0]  # sums of parts and of all take twice as many registers
 _OF_TILE = 16  # columns that take as long as what a tile takes beside its columns
@@ -120,7 +119,7 @@ _KINDS = (*range(256, 1025, 128), 2048)  # most rows for which tiles are chosen;
 def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
     """The division for a gate or an argmax; None where the kernel cannot run with any number of rows.
 
-    The choice was measured on an H200: benchmarks/results/choosing/wide_h200.txt.
+    A gate's tiles take the least time. What was measured on an H200: benchmarks/results/choosing/wide_h200.txt.
     """
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or not runs_hopper(x.device):
         return None
@@ -128,7 +127,7 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
         return None
     if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    return GATED if gated else _least_time(ARGMAX, _ROWS * _CLUSTER, weight)
+    return _least_time(GATES, len(x), weight, True) if gated else _least_time(ARGMAX, _ROWS * _CLUSTER, weight)
 
 
 def any_for(x: Tensor, weight: Tensor, gated: bool) -> Wide:
@@ -142,11 +141,10 @@ def any_for(x: Tensor, weight: Tensor, gated: bool) -> Wide:
 
 def _least_time(ways: tuple[Wide, ...], num_rows: int, weight: Tensor, gated: bool = False) -> Wide:
     """Those tiles that take the least time in rounds of all clusters."""
-    clusters = _num_clusters(weight.device)
 
     def time(wide: Wide) -> int:
         items = _num_items(num_rows, wide.num_programs(weight, gated))
-        return ceil_div(items, clusters) * (wide._columns(gated) + _OF_TILE)
+        return ceil_div(items, _num_clusters(weight.device)) * (wide._columns(gated) + _OF_TILE)
 
     return min(ways, key=time)
 
