@@ -26,7 +26,6 @@ ANY_NUMPY = (
     *("throughput_chain_h200.json", "throughput_tree_h200.json"),
     *(
         "deterministic_price_h200.json",
-        "deterministic_price_9b_h200.json",
         "soak_h200.json",
         "tp2-8336ee78a716.json",
         "bits_h200.json",
