@@ -15,9 +15,9 @@ from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
 ERROR = {BFLOAT: 4e-3, HALF: 6e-4}
-# (rows of x, rows of W, K): several rounds of tiles, of which x's last has none beside it, and more chunks than stages;
-# fewer chunks, tiles hardly begun; no tile of x without another, so that each is copied at once
-SIZES = [(340, 464, 320), (20, 240, 128), (200, 240, 192)]
+# (rows of x, rows of W, K): several rounds of tiles in two bands, of which x's last has none beside it, and more chunks
+# than stages; fewer chunks, tiles hardly begun; no tile of x without another, so that each is copied at once
+SIZES = [(596, 464, 320), (20, 240, 128), (200, 240, 192)]
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     """In place of a GPU of two clusters."""
     wide._kernel.cache_clear()
     monkeypatch.setattr(wide, "num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(wide, "_BAND", 1)
     cuda_emulator.install(monkeypatch, wide)
     yield cuda_emulator
     wide._kernel.cache_clear()

@@ -79,6 +79,10 @@ def test_tiles_fill_rounds(rows: int, columns: tuple[int, ...]) -> None:
     assert tuple(cut.block_n for cut in found) == columns
 
 
+def test_bands_have_about_2048_rows() -> None:
+    assert [wide._num_bands(rows // 128) for rows in (128, 2048, 3072, 4096, 6400, 8192)] == [1, 1, 2, 2, 3, 4]
+
+
 @pytest.mark.usefixtures("hopper")
 def test_gates_without_an_order_have_tiles_that_fill_rounds() -> None:
     """Qwen3.5-9B's: of 96 columns where those of 112 leave a part of a round."""

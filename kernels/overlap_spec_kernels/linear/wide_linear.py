@@ -23,6 +23,7 @@ SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
 _DEPTH = 64  # columns of K per stage
 _ROWS = 128  # rows of x per program
 _CLUSTER = 2  # programs that share a tile of W
+_BAND = 8  # pairs of tiles of x that meet all of W before others do, on average
 _STAGED = 64  # columns of a plain result that are written at once
 _THREADS = 3 * 128  # one warpgroup copies, two multiply
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -45,6 +46,7 @@ class _Work(ctypes.Structure):
         ("chunks", ctypes.c_int),
         ("num_tiles", ctypes.c_int),
         ("num_columns", ctypes.c_int),
+        ("num_bands", ctypes.c_int),
         ("num_items", ctypes.c_int),
         ("is_float", ctypes.c_int),
     )
@@ -82,6 +84,7 @@ class Wide(NamedTuple):
             chunks=x.shape[1] // _DEPTH,
             num_tiles=tiles,
             num_columns=programs,
+            num_bands=_num_bands(tiles),
             num_items=items,
             is_float=out.dtype == torch.float32,
         )
@@ -153,6 +156,11 @@ def _num_items(num_rows: int, num_columns: int) -> int:
     """What clusters take: two tiles of x and one of W, or the last tile of an odd number of x and two of W."""
     pairs, one = divmod(ceil_div(num_rows, _ROWS), _CLUSTER)
     return pairs * num_columns + one * ceil_div(num_columns, _CLUSTER)
+
+
+def _num_bands(num_tiles: int) -> int:
+    """Of tiles of x, one after another: while one is multiplied, less is read than if it were all of x."""
+    return max(round(num_tiles / (_CLUSTER * _BAND)), 1)
 
 
 def _num_clusters(device: torch.device) -> int:

@@ -29,6 +29,7 @@ struct Work {
     int chunks;       // chunks of 64 columns of K
     int num_tiles;    // tiles of 128 rows of x
     int num_columns;  // tiles of W
+    int num_bands;    // of pairs of x's tiles
     int num_items;    // what clusters take, one after another
     int is_float;
 };
@@ -49,18 +50,24 @@ struct Barriers {
     u64 empty[STAGES];
 };
 
-// What a program does of an item. A cluster takes items first, first + step, .. Consecutive ones share tiles of W: of
-// two tiles of W those with pairs of tiles of x come first, then the one with the last tile of x, if it has no other.
+// What a program does of an item. A cluster takes items first, first + step, .. All of a band of x come before those of
+// the next one: clusters then read few rows of x and few of W at a time, and the L2 cache holds them. (If they read all of
+// x for two tiles of W, 8,192 rows and 28,672 of W with a K of 4,096 are 4.2 GB of memory for 1.1. A GPU at its power
+// limit is slower by that.) Within a band, of two tiles of W those with pairs of tiles of x come first; in the last band
+// the one with x's last tile follows, if that has no other.
 struct Tile {
     int row, column;
     bool shares_x;  // the cluster has two tiles of W, else two of x
 
     __device__ __forceinline__ Tile(const Work& work, int number, int rank) {
-        int pairs = work.num_tiles / CLUSTER, of_group = CLUSTER * pairs + work.num_tiles % CLUSTER;
-        int group = number / of_group, item = number % of_group;
+        int all = work.num_tiles / CLUSTER, bands = work.num_bands;
+        int band = all ? ((min(number / work.num_columns, all - 1) + 1) * bands - 1) / all : 0;
+        int begin = band * all / bands, pairs = (band + 1) * all / bands - begin;
+        int of_group = CLUSTER * pairs + (band + 1 == bands ? work.num_tiles % CLUSTER : 0);
+        int of_band = number - begin * work.num_columns, group = of_band / of_group, item = of_band % of_group;
         int columns = min(CLUSTER, work.num_columns - group * CLUSTER);
         shares_x = item >= pairs * columns;
-        row = (shares_x ? pairs * CLUSTER : item % pairs * CLUSTER + rank) * ROWS;
+        row = (shares_x ? all * CLUSTER : (begin + item % pairs) * CLUSTER + rank) * ROWS;
         column = group * CLUSTER + (shares_x ? min(rank, columns - 1) : item / pairs);  // the last one twice
     }
 
