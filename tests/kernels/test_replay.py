@@ -69,9 +69,10 @@ def reference(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tens
     return op.gated_delta_reference(state, weights, rows._replace(row_starts=rows.drawn.int(), drawn=None))
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gates", [DELTA, MAMBA], ids=["gated delta", "mamba 2"])
+@pytest.mark.slow_but_every(3)  # of either kind a quick one, in either type
 @pytest.mark.parametrize("kernel", [4, 2])
+@pytest.mark.parametrize("gates", [DELTA, MAMBA], ids=["gated delta", "mamba 2"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_output_goes_on_from_a_state(gpu: Hopper, gates: int, stored: torch.dtype, kernel: int) -> None:
     """Behind a prompt of three rows, whose own are as they were, and from the first row on."""
     weights, close = some_weights(gates, kernel), {"rtol": 1e-4, "atol": 1e-5}

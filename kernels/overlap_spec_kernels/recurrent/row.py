@@ -48,6 +48,7 @@ def weights_of(
 
 @TritonKernel
 def silu(x: tl.tensor) -> tl.tensor:
+    """x times its sigmoid."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -61,4 +62,5 @@ def silu_sum(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: t
 
 @TritonKernel
 def softplus(step: tl.tensor) -> tl.tensor:
+    """log(1 + exp(step)), of any size."""
     return tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
