@@ -27,6 +27,7 @@ from overlap_spec_kernels.experts.quantized_products import (
     takes_tiles,
 )
 from overlap_spec_kernels.experts.route import Common
+from overlap_spec_kernels.experts.sum_of_experts import takes_gate
 from overlap_spec_kernels.linear.packing import Packing, part_of
 from overlap_spec_kernels.norm.normed import normalised_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
@@ -202,9 +203,12 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
-@pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), (40, 3, 512, 1152)])
+@pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), QWEN, (40, 3, 512, 1152), (4, 1, 256, 17408)])
 def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, int], is_wide: bool) -> None:
-    """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's."""
+    """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's.
+
+    One row has a first product of its own, but for the last sizes, whose tiles are too many.
+    """
     experts, top_k, hidden, inner = sizes
     shapes, block = ((2 * inner, hidden), (hidden, inner)), FORMATS["fp8 by block"]
     gate_up, down = (weight_of(experts + 1, *shape, block, BFLOAT) for shape in shapes)
@@ -214,6 +218,8 @@ def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, in
     norm, x, residual = norm_of(hidden, BFLOAT), *(drawn(rows, hidden, dtype=BFLOAT)[-33:] for rows in (33, 34))
     if is_wide:
         norm = WideRMSNorm(norm.weight.float(), norm.eps)
+    chosen, own_kernel = router(x[:1], common).experts, inner < 17408
+    assert takes_gate(x[:1], gate_up, chosen) is own_kernel
     for shared in (None, drawn(35, hidden, dtype=BFLOAT)[-33:]):
 
         def add(begin: int, end: int, shared: Tensor | None = shared) -> list[Tensor]:

@@ -146,7 +146,7 @@ def test_what_has_other_kernels(emulator: CudaEmulator) -> None:
 def test_it_compiles() -> None:
     """For a real GPU, as the emulator runs it."""
     assert products._stream(
-        "multiply_rows", products._Shape(1, 16, 8, 8, 1, listed=1, boxes=1), 10, False, False, torch.device("meta")
+        "multiply_rows", products._Shape(1, 16, 8, 1, listed=1), 10, False, False, torch.device("meta")
     )._code._compile()
 
 
@@ -173,6 +173,46 @@ def stack_in_4_bits(experts: int, *shape: int) -> QuantizedStack:
     stack = QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
     stack.data.copy_(guarded(stack.data))
     return stack
+
+
+@pytest.fixture
+def both(emulator: CudaEmulator, one_row: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> CudaEmulator:
+    """The kernels of one row in float8, and those of several."""
+    monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 5)
+    return one_row
+
+
+def repeated(routing: Routing) -> Routing:
+    return Routing(*(each.expand(3, -1).contiguous() for each in routing))
+
+
+# sizes, most warps of a tile, bytes of a program at most
+IN_FLOAT8 = {
+    "a stage for each chunk": (Sizes(1, 3, 2048, 64), 4, 222 << 10),
+    "a ring, blocks that inner columns do not fill": (Sizes(1, 2, 2048, 96), 2, 100 << 10),
+    "short chunks": (Sizes(1, 2, 2048, 96, scale_rows=32), 4, 140 << 10),
+    "chunks of a block, blocks of 16 rows": (Sizes(1, 2, 1536, 48, scale_rows=16), 4, 222 << 10),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT8)
+def test_gate_and_up_of_one_row_in_float8(both: CudaEmulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It has the bits of several rows, whether it scales the row or not."""
+    sizes, parts, most = IN_FLOAT8[name]
+    monkeypatch.setitem(rows._GATE_PARTS, 8, parts)
+    monkeypatch.setattr(rows, "_MOST_BYTES", most)
+    weight, routing = stack_of(sizes, 2 * sizes.inner, sizes.hidden), routing_of(sizes)
+    weighted, squares = torch.randn(1, sizes.hidden).to(BFLOAT), torch.rand(9, 1) * sizes.hidden / 9
+    normed = Normed(weighted, weighted, squares, 0.5)
+    x = guarded(normalised_reference(normed, squares))
+    expected = products.multiply_few(x.expand(3, -1), weight, repeated(routing).experts)[: sizes.top_k]
+    assert rows.takes_gate(x, weight, routing.experts)
+    for seed in range(2):
+        both.seed, both.written_before = seed, [x, routing.experts]
+        assert torch.equal(rows.gate_row(x, weight, routing.experts), expected)
+        both.written_before = [routing.experts]
+        unscaled = Unscaled(normed, guarded(torch.full_like(x, torch.nan)))
+        assert torch.equal(rows.gate_row(unscaled, weight, routing.experts), expected)
 
 
 # (sizes, bits of a value, multiprocessors)
@@ -262,7 +302,7 @@ def test_the_sum_of_down_in_4_bits(one_row: CudaEmulator, hidden: int, inner: in
 
 
 def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows, another type, other groups, zero points, columns that fill no line, more tiles than run at once."""
+    """More rows, another type, other groups or scales, zero points, columns that fill no line, more tiles than run."""
     monkeypatch.setattr(rows, "runs_hopper", lambda device: True)
     monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 64)
     gate_up, down = stack_in_4_bits(6, 512, 1024), stack_in_4_bits(6, 1024, 256)
@@ -274,20 +314,25 @@ def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -
         zeros = replace(weight, packing=replace(weight.packing, zeros=weight.packing.scales + 128))
         of_32 = replace(weight, packing=replace(weight.packing, group=32, part=64))
         assert not takes(x, zeros, experts) and not takes(x, of_32, experts)
+    for scale_rows, is_taken in ((128, True), (16, True), (8, False), (1, False)):
+        weight = stack_of(Sizes(1, 4, 1024, 256, scale_rows), 512, 1024)
+        assert rows.takes_gate(x, weight, experts) is is_taken and not rows.takes_down(x, weight, experts)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024), experts)
     assert rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1056, dtype=BFLOAT), experts)
     assert rows.GateSizes(2048, 2048, 4, 4096, 16).parts == 2 and rows.GateSizes(2048, 2048, 4, 4096, 31).parts == 1
+    assert not rows.GateSizes(7168, 2048, 8, 2304, 18, 128).fits  # sums of too many blocks
     monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 6)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_one_row_compiles(bits: int) -> None:
     """For a real GPU, in the sizes of Qwen3-30B-A3B."""
-    sizes, place = rows.GateSizes(2048, 768, bits, 768, 6), torch.device("meta")
+    place, of_scale = torch.device("meta"), 128 if bits == 8 else 1
+    sizes = rows.GateSizes(2048, 768, bits, 768, 6, of_scale)
     assert sizes.fits and sizes.num_bytes <= rows._MOST_BYTES
     assert rows._gate_kernel(sizes, place)._code._compile()
     if bits == 4:

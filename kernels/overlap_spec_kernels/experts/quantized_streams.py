@@ -25,8 +25,8 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map,
 
 SOURCE = Path(__file__).parent / "cuda" / "expert_stream.cu"
 _MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
-_GATE_WARPS = 8, 16  # that divide K, at most, with one row and with several
-_GATE_COLUMNS, _GATE_TILES = 8, (1, 8)  # of gate and up at a time, and how often
+_GATE_WARPS = 16  # that divide K, at most
+_GATE_COLUMNS, _GATE_TILES = 8, 8  # of gate and up at a time, and how often
 RING_SOURCE = SOURCE.with_name("expert_ring.cu")
 _LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring
 _RING_WARPS, _RING_STAGES, _SLOTS = 16, 3, 2  # at most; of tiles of W, and of sums
@@ -54,12 +54,11 @@ class _Shape(NamedTuple):
 
     groups: int
     warps: int
-    rows: int = 1
     tiles: int = 1
     whole: int = 0
     gated: int = 1
     listed: int = 0
-    boxes: int = 0
+    runs: int = 0
 
     @property
     def stages(self) -> int:
@@ -69,8 +68,8 @@ class _Shape(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """W and x of each warp, with 16 bytes between rows of x, and of W that comes in runs."""
-        of_w = 128 * self.groups + (0 if self.boxes else 16)
-        return self.warps * (16 * self.stages * of_w + self.rows * (256 * self.groups + 16))
+        of_w, rows = 128 * self.groups + 16 * self.runs, 8 if self.whole else 1
+        return self.warps * (16 * self.stages * of_w + rows * (256 * self.groups + 16))
 
 
 class _RingWork(ctypes.Structure):
@@ -104,19 +103,18 @@ class _Ring(NamedTuple):
         return self.groups * self.warps * (self.stages * 16 * 128 + _SLOTS * 512)
 
 
-def _gate_shape(weight: QuantizedStack, num_rows: int) -> _Shape:
-    """Columns of a program have the same scales."""
-    (_, rows, size_k), several = weight.shape, num_rows > 1
-    whole = math.gcd(rows // 2, weight.packing.scale_rows) // _GATE_COLUMNS
-    warps, tiles = math.gcd(size_k // 128, _GATE_WARPS[several]), math.gcd(whole, _GATE_TILES[several])
-    return _Shape(size_k // 128 // warps, warps, 8 if several else 1, tiles, int(several), boxes=int(several))
+def _gate_shape(weight: QuantizedStack, gated: bool = True, listed: bool = False) -> _Shape:
+    """Of tiles of 8 rows of x. Columns of a program have the same scales."""
+    _, rows, size_k = weight.shape
+    whole = math.gcd(rows // 2 if gated else rows, weight.packing.scale_rows) // (_GATE_COLUMNS if gated else PART)
+    warps = math.gcd(size_k // 128, _GATE_WARPS)
+    return _Shape(size_k // 128 // warps, warps, math.gcd(whole, _GATE_TILES), 1, int(gated), int(listed))
 
 
 def _sum_shape(weight: QuantizedStack, num_rows: int, top_k: int) -> _Shape:
     _, rows, size_k = weight.shape
-    several = num_rows > 1
-    tiles = math.gcd(rows // PART, _SUM_TILES) if several else 1
-    return _Shape(size_k // 128, top_k, tiles=tiles, boxes=int(several))
+    tiles = math.gcd(rows // PART, _SUM_TILES) if num_rows > 1 else 1
+    return _Shape(size_k // 128, top_k, tiles, runs=int(num_rows == 1))
 
 
 def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
@@ -125,7 +123,7 @@ def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
     whole = size_k % 256 == 0 and rows // 2 % _GATE_COLUMNS == 0  # two warps, whose threads finish 8 rows
     if len(experts) >= _LEAST_IN_RING:
         whole = whole and num_experts <= _MOST_EXPERTS and _Ring.of(weight).stages > 1
-    return whole and _streams(x, weight, experts, _gate_shape(weight, len(experts)))
+    return whole and _streams(x, weight, experts, _gate_shape(weight))
 
 
 def streams_sum(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
@@ -155,17 +153,17 @@ def _stream(name: str, shape: _Shape, top_k: int, shared: bool, wide: bool, devi
     return CudaKernel(code, name, 32 * shape.warps, shape.num_bytes)
 
 
-def _boxes(weight: QuantizedStack, shape: _Shape) -> TensorMap:
-    """The map for 8 rows of W: so many blocks of 128 columns one after another."""
-    blocks = weight.data.view(-1, 8, weight.shape[2] // 128, 128).transpose(1, 2)
-    return box_map(blocks, (1, shape.groups * (shape.warps if shape.whole else 1), 8, 128))
+def _boxes(weight: QuantizedStack) -> TensorMap:
+    """The map for 8 rows of W: blocks of 128 columns one after another."""
+    blocks = weight.shape[2] // 128
+    return box_map(weight.data.view(-1, 8, blocks, 128).transpose(1, 2), (1, blocks, 8, 128))
 
 
 def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
     """silu(gate) * up of every place. Shapes: x [T, I], experts [T, k] -> [T * k, O / 2]. Sync: never."""
     if len(experts) >= _LEAST_IN_RING:
         return _multiply_in_ring(x, weight, experts)
-    shape, places = _gate_shape(weight, len(experts)), Places(experts, experts, experts)
+    shape, places = _gate_shape(weight), Places(experts, experts, experts)
     return _multiply_rows(x, weight, places, shape, experts.shape[1], experts.numel())
 
 
@@ -175,8 +173,7 @@ def _multiply_in_ring(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Ten
     ring, scales, out = _Ring.of(weight), packing.scales, x.new_empty(experts.numel(), rows // 2)
     read = (each.data_ptr() for each in (scales, x, experts, out))
     sizes = x.stride(0), rows // 2, num_rows, scales.shape[2], packing.scale_rows, num_experts
-    boxes = _boxes(weight, _Shape(ring.groups, ring.warps, whole=1))
-    _ring(ring, top_k, x.device).launch(num_multiprocessors(x.device), (boxes, _RingWork(*read, *sizes)))
+    _ring(ring, top_k, x.device).launch(num_multiprocessors(x.device), (_boxes(weight), _RingWork(*read, *sizes)))
     return out
 
 
@@ -197,21 +194,13 @@ def _multiply_rows(
     sizes = x.stride(0), 0, size_n, num_rows, scales.shape[2], weight.packing.scale_rows, per_row, num_experts
     programs = size_n // (_GATE_COLUMNS if shape.gated else PART) // shape.tiles * tiles
     kernel = _stream("multiply_rows", shape, top_k, False, False, x.device)
-    kernel.launch(programs, (_boxes(weight, shape), _Work(*read, *[None] * 6, *sizes)))
+    kernel.launch(programs, (_boxes(weight), _Work(*read, *[None] * 6, *sizes)))
     return out
-
-
-def _listed_shape(weight: QuantizedStack, gated: bool) -> _Shape:
-    """Of tiles of 8 rows, however many rows of x there are."""
-    _, rows, size_k = weight.shape
-    whole = math.gcd(rows // 2 if gated else rows, weight.packing.scale_rows) // (_GATE_COLUMNS if gated else PART)
-    warps = math.gcd(size_k // 128, 16)
-    return _Shape(size_k // 128 // warps, warps, 8, math.gcd(whole, 8), whole=1, gated=int(gated), listed=1, boxes=1)
 
 
 def multiply_listed(x: Tensor, weight: QuantizedStack, places: Places, gated: bool, per_row: int) -> Tensor:
     """See `_multiply_rows`, of places that are listed."""
-    pairs, shape = places.experts.numel(), _listed_shape(weight, gated)
+    pairs, shape = places.experts.numel(), _gate_shape(weight, gated, listed=True)
     return _multiply_rows(x, weight, places, shape, per_row, min(pairs, pairs // 8 + len(weight.data)))
 
 
@@ -220,7 +209,7 @@ def streams_listed(x: Tensor, weight: QuantizedStack, places: Places, gated: boo
     num_experts, rows, size_k = weight.shape
     whole = size_k % 256 == 0 and rows % (2 * _GATE_COLUMNS) == 0 and num_experts <= _MOST_EXPERTS
     few = places.are_listed and places.experts.numel() <= _LISTED * num_experts
-    return whole and few and _listed_shape(weight, gated).num_bytes <= _SHARED and _in_blocks(x, weight)
+    return whole and few and _gate_shape(weight, gated, listed=True).num_bytes <= _SHARED and _in_blocks(x, weight)
 
 
 def sum_down(
@@ -235,5 +224,5 @@ def sum_down(
     sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, 0
     shape, wide = _sum_shape(weight, num_rows, top_k), norm.weight.dtype == torch.float32
     kernel = _stream("sum_down", shape, top_k, shared is not None, wide, x.device)
-    kernel.launch(rows // PART // shape.tiles * num_rows, (_boxes(weight, shape), _Work(*pointers, *sizes)))
+    kernel.launch(rows // PART // shape.tiles * num_rows, (_boxes(weight), _Work(*pointers, *sizes)))
     return Normed(values, weighted, squares, norm.eps)

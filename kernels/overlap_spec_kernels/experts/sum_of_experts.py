@@ -4,9 +4,9 @@ A row's result has the same bits whatever rows are beside it, and however many. 
 rows, the last one padded, and a row's sum has one order.
 
 On a GPU one row has `gate_row` for its first product, which begins before its experts are chosen, and the second one
-with the sum in `multiply_and_add` in 16 bits, in `down_row` in 4. More rows have the products of their format and
-`experts_mlp.sum_kernel`, with the same bits. All write sums of squares for the norm after them, of 16 columns each
-(`normed.py`).
+with the sum in `multiply_and_add` in 16 bits, in `down_row` in 4; in float8 that is `quantized_streams.sum_down`. More
+rows have the products of their format and `experts_mlp.sum_kernel`, with the same bits. All write sums of squares for
+the norm after them, of 16 columns each (`normed.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _FOLDER = Path(__file__).parent / "cuda"
 GATE_SOURCE, DOWN_SOURCE = _FOLDER / "expert_gate.cu", _FOLDER / "expert_down.cu"
 _GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's shared memory
 _GATE_COLUMNS, _MOST_WARPS = 8, 32  # of a tile; warps of a program
-_GATE_CHUNKS, _GATE_PARTS = {16: 256, 4: 512}, {16: 1, 4: 4}  # columns of a stage, and warps of a tile, by bits
+_GATE_CHUNKS = {16: (256,), 8: (256, 128), 4: (512,)}  # columns of a stage, by bits: the first of which two fit
+_GATE_PARTS, _MOST_GROUPS = {16: 1, 8: 4, 4: 4}, 16  # warps of a tile; groups of one in float8, whose sums it has
 _DOWN_PARTS = 3  # warps of 16 columns of an expert
 _MOST_SQUARES, _WARPS_OF_SCALES = 128, 4  # sums of squares of a row, and warps of the kernels that add them up
 
@@ -104,11 +105,13 @@ class GateSizes(NamedTuple):
     bits: int
     tiles: int
     warps: int
+    scale_rows: int = 1
     squares: int = 0
 
     @property
     def chunk(self) -> int:
-        return math.gcd(self.hidden // self.parts, _GATE_CHUNKS[self.bits])
+        chunks = [math.gcd(self.hidden // self.parts, most) for most in _GATE_CHUNKS[self.bits]]
+        return next((chunk for chunk in chunks if self._stages(chunk) > 1), chunks[-1])
 
     @property
     def parts(self) -> int:
@@ -119,24 +122,28 @@ class GateSizes(NamedTuple):
     @property
     def stages(self) -> int:
         """As many as chunks, or as fit."""
-        fit = (_MOST_BYTES - 2 * self.hidden) // (self.warps * self.parts * self._stage_bytes)
-        return min(fit, self.hidden // self.parts // self.chunk)
+        return min(self._stages(self.chunk), self.hidden // self.parts // self.chunk)
 
     @property
     def num_bytes(self) -> int:
         """Stages of all warps, and x."""
-        return self.warps * self.parts * self.stages * self._stage_bytes + 2 * self.hidden
+        return self.stages * self._bytes_of_stages(self.chunk) + 2 * self.hidden
 
     @property
     def fits(self) -> bool:
         """Boxes have whole lines, and chunks are on their way while others are multiplied."""
         whole = self.chunk * self.bits % 1024 == 0 and self.chunk % _GROUP == 0 and self.inner % _GATE_COLUMNS == 0
-        chunks = self.hidden // self.parts // self.chunk
-        return whole and self.warps <= _MOST_WARPS and self.stages >= min(2, chunks)
+        columns = self.hidden // self.parts
+        whole &= self.bits != 8 or columns // _GROUP <= _MOST_GROUPS
+        return whole and self.warps <= _MOST_WARPS and self.stages >= min(2, columns // self.chunk)
 
-    @property
-    def _stage_bytes(self) -> int:
-        return 2 * _GATE_COLUMNS * self.chunk * self.bits // 8
+    def _stages(self, chunk: int) -> int:
+        """That fit."""
+        return (_MOST_BYTES - 2 * self.hidden) // self._bytes_of_stages(chunk)
+
+    def _bytes_of_stages(self, chunk: int) -> int:
+        """One of each warp."""
+        return self.warps * self.parts * 2 * _GATE_COLUMNS * chunk * self.bits // 8
 
 
 class _Gate(ctypes.Structure):
@@ -149,23 +156,25 @@ class _Gate(ctypes.Structure):
 
 
 def takes_gate(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
-    """Whether `gate_row` takes these: one row, in bfloat16 or in 4 bits with scales of groups. Shapes: x [T, H]."""
-    fits = _in_groups(weight) if isinstance(weight, QuantizedStack) else weight.dtype == torch.bfloat16
+    """Whether `gate_row` takes these: one row, in bfloat16 or as `_in_groups` has it. Shapes: x [T, H]."""
+    fits = _in_groups(weight, 8, 4) if isinstance(weight, QuantizedStack) else weight.dtype == torch.bfloat16
     one = fits and len(experts) == 1 and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
     return one and runs_hopper(x.device) and _gate_sizes(weight, experts).fits
 
 
-def _in_groups(weight: QuantizedStack) -> bool:
-    """Whether it is in 4 bits with a scale for 128 columns of a row, and symmetric."""
+def _in_groups(weight: QuantizedStack, *bits: int) -> bool:
+    """Whether it is in so many bits with a scale for 128 columns, in 8 of a block, and symmetric."""
     packing = weight.packing
-    return (packing.bits, packing.group) == (4, _GROUP) and packing.zeros is None
+    fits = packing.bits in bits and (packing.bits == 4 or packing.scale_rows % PART == 0)
+    return fits and packing.group == _GROUP and packing.zeros is None
 
 
 def _gate_sizes(weight: Tensor | QuantizedStack, experts: Tensor) -> GateSizes:
     _, rows, hidden = weight.shape
-    bits = 16 if isinstance(weight, Tensor) else weight.packing.bits
+    bits, scale_rows = (16, 1) if isinstance(weight, Tensor) else (weight.packing.bits, weight.packing.scale_rows)
     tiles = experts.shape[1] * rows // 2 // _GATE_COLUMNS
-    return GateSizes(hidden, rows // 2, bits, tiles, ceil_div(tiles, num_multiprocessors(experts.device)))
+    warps = ceil_div(tiles, num_multiprocessors(experts.device))
+    return GateSizes(hidden, rows // 2, bits, tiles, warps, scale_rows)
 
 
 @functools.cache
@@ -221,7 +230,7 @@ def takes_down(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
     """Whether `down_row` takes these: of one row, in 4 bits with scales of groups. Shapes: x [T, H], experts [T, k]."""
     (_, hidden, inner), top_k = weight.shape, experts.shape[1]
     whole = hidden % PART == 0 and inner % _GROUP == 0 and top_k <= _MOST_WARPS
-    fits = _in_groups(weight) and whole and len(experts) == 1 and _down_bytes(inner, top_k) <= _MOST_BYTES
+    fits = _in_groups(weight, 4) and whole and len(experts) == 1 and _down_bytes(inner, top_k) <= _MOST_BYTES
     return fits and x.dtype == torch.bfloat16 and runs_hopper(x.device)
 
 

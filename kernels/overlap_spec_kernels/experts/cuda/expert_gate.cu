@@ -1,21 +1,23 @@
-// silu(gate) * up of the experts of one row, in bfloat16, or in 4 bits with scales of groups of 128 columns.
+// silu(gate) * up of the experts of one row, in bfloat16, or in 4 bits or float8 with scales of groups of 128 columns.
 //
 // A tile is 8 columns of gate and the same of up of an expert, so 16 rows of W. PARTS warps share one, each with a part of
 // K, whose chunks of columns come through its stages as boxes, in which 8 rows of 128 bytes lie one behind another,
 // swizzled. All programs run at once. They begin while the router still runs, and ask for weights as soon as it has chosen
-// a place's expert. What comes behind W comes late: so in 4 bits x is scaled here, before the choice, and scales are not
-// waited for before products are done.
+// a place's expert. What comes behind W comes late: so in few bits x is scaled here, before the choice, and scales are
+// not waited for before products are done.
 //
-// A product adds 16 columns of K at once, in their order; in 4 bits sums of a group are scaled, and added in theirs. So
+// A product adds 16 columns of K at once, in their order; in few bits sums of a group are scaled, and added in theirs. So
 // bits are those of `products.py` and `quantized_products.py`.
 //
 // The command line defines the names below. Where it is launched: sum_of_experts.py.
 //
-//     HIDDEN, INNER   columns of x, and of the result      BITS   16 or 4      TILES   of all programs
+//     HIDDEN, INNER   columns of x, and of the result      BITS   16, 8 or 4   TILES   of all programs
 //     CHUNK           columns that a stage has             STAGES of a warp    WARPS   tiles of a program
 //     PARTS           warps that share a tile, each with a part of K; 1 in 16 bits
 //     SQUARES         sums of squares of which x's scale is made; 0: x is as it is
+//     SCALE_ROWS      rows of W that share scales: 1, or so many that those of a tile share them
 
+#include "expert_values.cuh"
 #include "four_bits.cuh"
 #include "scaled_row.cuh"
 
@@ -23,7 +25,7 @@
 struct Work {
     const u16* x;              // [HIDDEN], times the norm's weight if SQUARES
     const long long* experts;  // [TOP_K], below 0 until they are chosen
-    const float* scales;       // [E, HIDDEN / 128, 2 INNER], in 4 bits
+    const float* scales;       // [E, HIDDEN / 128, SCALE_COLUMNS], in few bits
     u16* out;                  // [TOP_K, INNER]
     const float* squares;      // [SQUARES]
     float eps;
@@ -60,7 +62,10 @@ struct Tile {
     }
 };
 
-constexpr int COLUMNS = 8, GROUPS = HIDDEN / 128 / PARTS;  // of a warp
+constexpr int GROUPS = HIDDEN / 128 / PARTS;             // of a warp
+constexpr int SCALES = SCALE_ROWS > 1 ? 1 : 8;           // of a group of gate's rows of a tile, and of up's
+constexpr int SCALE_COLUMNS = (2 * INNER + SCALE_ROWS - 1) / SCALE_ROWS;
+static_assert(SCALE_ROWS == 1 || SCALE_ROWS % 8 == 0);
 
 // ---- products of a chunk: rows g and g + 8 of W are gate's and up's column g, in sums 0 and 2 ----
 
@@ -79,15 +84,16 @@ __device__ __forceinline__ void multiply_in_16_bits(float (&sums)[4], const Tile
     }
 }
 
-// `parts`: sums of each group of the chunk, of the lane's column of gate and of up. A line has two groups.
+// `parts`: sums of each group of the chunk, of the lane's column of gate and of up.
 __device__ __forceinline__ void multiply_groups(float2* parts, const Tile& tile, int chunk, const char* x) {
+    constexpr int OF_LINE = BITS < 16 ? 8 / BITS : 1, LOADS = 4 / OF_LINE;  // groups; loads of a group
 #pragma unroll
     for (int group = 0; group < CHUNK / 128; ++group) {
-        u32 words[2][4];
+        u32 words[LOADS][4];
         float part[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 at = tile.address(chunk, group / 2, group % 2 * 4 + i * 2);
+        for (int i = 0; i < LOADS; ++i) {
+            u32 at = tile.address(chunk, group / OF_LINE, (group % OF_LINE * LOADS + i) * 2);
             load_matrices(at, words[i][0], words[i][1], words[i][2], words[i][3]);
         }
         multiply_group(part, words, x + group * 256 + threadIdx.x % 4 * 8);
@@ -95,23 +101,25 @@ __device__ __forceinline__ void multiply_groups(float2* parts, const Tile& tile,
     }
 }
 
-// Continue sums by those of groups, scaled. `scales`: of the lane's column, COLUMNS apart.
+// Continue sums by those of groups, scaled. `scales`: of the lane's column, SCALES apart.
 __device__ __forceinline__ void add_groups(float (&sums)[4], const float2 (&parts)[GROUPS], const float2* scales) {
+    constexpr float FACTOR = BITS == 4 ? LEFT_OUT : 1.0f;
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-        float2 scale = scales[group * COLUMNS];
-        sums[0] = __fmaf_rn(parts[group].x, scale.x * LEFT_OUT, sums[0]);
-        sums[2] = __fmaf_rn(parts[group].y, scale.y * LEFT_OUT, sums[2]);
+        float2 scale = scales[group * SCALES];
+        sums[0] = __fmaf_rn(parts[group].x, scale.x * FACTOR, sums[0]);
+        sums[2] = __fmaf_rn(parts[group].y, scale.y * FACTOR, sums[2]);
     }
 }
 
 // Ask for the scales of the warp's groups of the 8 columns of gate and of up.
 __device__ __forceinline__ void ask_for_scales(float2* to, const Work& work, long long expert, int part, int first) {
 #pragma unroll
-    for (int at = threadIdx.x % 32; at < GROUPS * COLUMNS; at += 32) {
-        const float* from = work.scales + ((expert * PARTS + part) * GROUPS + at / COLUMNS) * 2 * INNER;
-        copy_word(shared(&to[at].x), from + first + at % COLUMNS);
-        copy_word(shared(&to[at].y), from + first + at % COLUMNS + INNER);
+    for (int at = threadIdx.x % 32; at < GROUPS * SCALES; at += 32) {
+        const float* from = work.scales + ((expert * PARTS + part) * GROUPS + at / SCALES) * SCALE_COLUMNS;
+        int row = first + at % SCALES;
+        copy_word(shared(&to[at].x), from + row / SCALE_ROWS);
+        copy_word(shared(&to[at].y), from + (row + INNER) / SCALE_ROWS);
     }
 }
 
@@ -139,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
 ) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ u64 barriers[WARPS * PARTS * STAGES];
-    __shared__ float2 scales[BITS < 16 ? WARPS * PARTS : 1][GROUPS * COLUMNS];
-    __shared__ float2 left[WARPS][COLUMNS];
+    __shared__ float2 scales[BITS < 16 ? WARPS * PARTS : 1][GROUPS * SCALES];
+    __shared__ float2 left[WARPS][8];
     __shared__ int experts[WARPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS;
     int number = blockIdx.x * WARPS + warp / PARTS, place = number / (INNER / 8), column = number % (INNER / 8) * 8;
@@ -192,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * PARTS, 1) expert_gate(
         if (!has || turn != part) continue;
         float2& of_tile = left[warp / PARTS][lane / 4];
         if (turn > 0) sums[0] = of_tile.x, sums[2] = of_tile.y;
-        if (BITS < 16) add_groups(sums, parts, scales[warp] + lane / 4);
+        if (BITS < 16) add_groups(sums, parts, scales[warp] + lane / 4 % SCALES);
         if (turn + 1 < PARTS) {
             if (lane % 4 == 0) of_tile = make_float2(sums[0], sums[2]);
         } else if (lane % 4 == 0) {

@@ -1,8 +1,8 @@
 // The two products of experts in float8 with a scale for each block of 128 columns, for few rows of x, on Hopper.
 //
 // 16 rows of W at a time are two boxes that the copy engine brings: it takes as long for a run of 256 bytes as for one of
-// some thousand. Of one row of x they are runs of each warp: the first box of a program comes later. So much of W is on
-// its way that memory is never idle, and little is left to do when it arrives.
+// some thousand. For the sum of one row they are runs of each warp: the first box of a program comes later. So much of
+// W is on its way that memory is never idle, and little is left to do when it arrives.
 //
 //     multiply_rows  a program has 8 columns of gate and up at a time, or 16 of the second product, for up to 8 rows of
 //                    one expert; its warps divide K. Each leaves the sums of its blocks of 128 columns, which are
@@ -16,13 +16,12 @@
 // The command line defines the names below. Where they are launched: quantized_products.py.
 //
 //     GROUPS  blocks of 128 columns of a warp     WARPS   of a program: parts of K, or experts of a row
-//     TOP_K   experts of a row                    ROWS    of x in a product: 1 or 8
+//     TOP_K   experts of a row                    WIDE    1: the weight of the norm is float32
 //     TILES   of a program, of 8 or 16 columns    STAGES  of them that are on their way; of `sum_down` 1
 //     SHARED  1: the result of an expert that all rows have is added to the sum
 //     GATED   1: silu(gate) * up                  LISTED  1: tiles are of listed places, of any number of rows
-//     BOXES   1: W comes in boxes, else in runs
-//     WHOLE   1: the warps share rows of W, whose columns they divide; 0: each has its own
-//     WIDE    1: the weight of the norm is float32
+//     WHOLE   1: the warps share rows of W, whose columns they divide; 0, of `sum_down`: each has its own
+//     RUNS    1: W comes in runs, of one tile, else in boxes
 
 #include "hopper.cuh"
 
@@ -50,11 +49,11 @@ struct Work {
     int per_row, num_experts;  // places of a row of x
 };
 
-constexpr int MOST_EXPERTS = 1024;
+constexpr int MOST_EXPERTS = 1024, ROWS = WHOLE ? 8 : 1;  // of x in a product
 constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
 constexpr int PITCH = COLUMNS + 16;    // of rows that come in runs, which so lie in different banks
-constexpr int HALF = 8 * (BOXES ? (WHOLE ? WARPS : 1) * COLUMNS : PITCH);  // of boxes [128 columns][row], swizzled
-static_assert(BOXES || !WHOLE);
+constexpr int HALF = 8 * (RUNS ? PITCH : (WHOLE ? WARPS : 1) * COLUMNS);  // of boxes [128 columns][row], swizzled
+static_assert(!RUNS || !WHOLE && TILES == 1);
 constexpr int X_PITCH = 2 * COLUMNS + 16;
 constexpr int X_AT = (WHOLE ? 1 : WARPS) * STAGES * 2 * HALF;  // a warp's columns of rows of x, after all of W
 
@@ -78,24 +77,21 @@ struct Tile {
         else __syncwarp();
     }
 
-    // Rows `first` and the next seven, and those `half` rows behind them, from this block of 128 columns on. Of a warp
-    // that shares them, all columns. `bytes`: of a row of W.
-    __device__ __forceinline__ void ask(
-        const TensorMap* map, const Work& work, int bytes, int block, int first, int half, int stage
-    ) const {
-        if constexpr (BOXES) {
-            if (lane > 0) return;
-            u32 to = shared(w + stage * 2 * HALF);
-            expect(barriers + stage, 2 * HALF);
-            copy_box(to, map, barriers + stage, block, first / 8);
-            copy_box(to + HALF, map, barriers + stage, block, (first + half) / 8);
-        } else {
-            if (lane == 0) expect(barriers + stage, 16 * COLUMNS);
-            __syncwarp();
-            long long row = first + lane % 8 + lane / 8 % 2 * half;
-            u32 to = shared(w + stage * 2 * HALF + lane * PITCH);
-            if (lane < 16) copy_bytes(to, work.weight + row * bytes + block * 128, COLUMNS, shared(barriers + stage));
-        }
+    // All columns of rows `first` and the next seven, and of those `half` rows behind them; by one lane.
+    __device__ __forceinline__ void ask(const TensorMap* map, int first, int half, int stage) const {
+        if (lane > 0) return;
+        u32 to = shared(w + stage * 2 * HALF);
+        expect(barriers + stage, 2 * HALF);
+        copy_box(to, map, barriers + stage, 0, first / 8);
+        copy_box(to + HALF, map, barriers + stage, 0, (first + half) / 8);
+    }
+
+    // Row `first` and the next 15, in runs.
+    __device__ __forceinline__ void ask_for_runs(const char* weight, int first) const {
+        if (lane == 0) expect(barriers, 16 * COLUMNS);
+        __syncwarp();
+        long long row = first + lane % 16;
+        if (lane < 16) copy_bytes(shared(w) + lane * PITCH, weight + row * COLUMNS, COLUMNS, shared(barriers));
     }
 
     // `from`: the warp's columns of a row.
@@ -106,14 +102,12 @@ struct Tile {
     }
 
     // What the products of a block take. Lanes g have row `row` of x.
-    __device__ __forceinline__ void load(
-        u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row
-    ) const {
+    __device__ __forceinline__ void load(u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row) const {
         u32 from = shared(w + (stage * 2 + lane / 8 % 2) * HALF);
-        from += BOXES ? group * 1024 + lane % 8 * 128 : group * 128 + lane % 8 * PITCH;
+        from += RUNS ? group * 128 + lane % 8 * PITCH : group * 1024 + lane % 8 * 128;
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-            u32 at = from + ((pair * 2 + lane / 16) ^ (BOXES ? lane % 8 : 0)) * 16;
+            u32 at = from + ((pair * 2 + lane / 16) ^ (RUNS ? 0 : lane % 8)) * 16;
             load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
         }
 #pragma unroll
@@ -143,23 +137,21 @@ __device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int ro
 // Up to 8 rows of x that have chosen an expert, as columns of a product. Without lists x has no more than 8, and the
 // first place of an expert has the columns of all.
 struct Columns {
-    int count = 1, own;  // place of the lane's own column
+    int count, own;  // place of the lane's own column
     long long expert;
 
-    __device__ __forceinline__ Columns(const Work& work, int place) : own(place), expert(work.experts[place]) {
-        if constexpr (ROWS > 1) {
-            int row = threadIdx.x % 32, at = -1;
+    __device__ __forceinline__ Columns(const Work& work, int place) : expert(work.experts[place]) {
+        int row = threadIdx.x % 32, at = -1;
 #pragma unroll
-            for (int i = 0; i < TOP_K; ++i)
-                if (row < work.num_rows && work.experts[row * TOP_K + i] == expert) at = row * TOP_K + i;
-            u32 rows = __ballot_sync(0xffffffff, at >= 0), before = (1u << place / TOP_K) - 1;
-            count = rows & before ? 0 : __popc(rows);
-            int of_column = place / TOP_K;
+        for (int i = 0; i < TOP_K; ++i)
+            if (row < work.num_rows && work.experts[row * TOP_K + i] == expert) at = row * TOP_K + i;
+        u32 rows = __ballot_sync(0xffffffff, at >= 0), before = (1u << place / TOP_K) - 1;
+        count = rows & before ? 0 : __popc(rows);
+        int of_column = place / TOP_K;
 #pragma unroll
-            for (int column = 0; column < 8; ++column, rows &= rows - 1)
-                if (column == row / 4 && rows != 0) of_column = __ffs(rows) - 1;
-            own = __shfl_sync(0xffffffff, at, of_column);
-        }
+        for (int column = 0; column < 8; ++column, rows &= rows - 1)
+            if (column == row / 4 && rows != 0) of_column = __ffs(rows) - 1;
+        own = __shfl_sync(0xffffffff, at, of_column);
     }
 
     // The eight of a tile, among those of all experts in their order; none behind the last one.
@@ -208,12 +200,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
 #endif
     if (columns.count == 0) return;
     long long expert = columns.expert;
-    int from = static_cast<int>(expert) * (GATED ? 2 : 1) * work.size_n + first, block = WHOLE ? 0 : warp * GROUPS;
-    bool asks = !WHOLE || warp == 0;
-    if (asks) {
+    int from = static_cast<int>(expert) * (GATED ? 2 : 1) * work.size_n + first;
+    if (warp == 0) {
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage)
-            own.ask(&w_map, work, WARPS * COLUMNS, block, from + stage * BLOCK, half, stage);
+        for (int stage = 0; stage < STAGES; ++stage) own.ask(&w_map, from + stage * BLOCK, half, stage);
     }
     for (int i = threadIdx.x; i < WARPS * GROUPS * 2; i += 32 * WARPS) {
         int row = first + i % 2 * (GATED ? work.size_n : 0);
@@ -232,17 +222,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
         wait(own.barriers + stage, tile / STAGES % 2);
         multiply_all(own, stage, min(lane / 4, columns.count - 1), [&](int group, const float (&found)[4]) {
             float(*to)[ROWS] = sums[warp * GROUPS + group];
-            if constexpr (ROWS > 1) {
-                *reinterpret_cast<float2*>(&to[lane / 4][lane % 4 * 2]) = make_float2(found[0], found[1]);
-                *reinterpret_cast<float2*>(&to[lane / 4 + 8][lane % 4 * 2]) = make_float2(found[2], found[3]);
-            } else if (lane % 4 == 0) {
-                to[lane / 4][0] = found[0];
-                to[lane / 4 + 8][0] = found[2];
-            }
+            *reinterpret_cast<float2*>(&to[lane / 4][lane % 4 * 2]) = make_float2(found[0], found[1]);
+            *reinterpret_cast<float2*>(&to[lane / 4 + 8][lane % 4 * 2]) = make_float2(found[2], found[3]);
         });
         __syncthreads();
-        if (asks && tile + STAGES < TILES)
-            own.ask(&w_map, work, WARPS * COLUMNS, block, from + (tile + STAGES) * BLOCK, half, stage);
+        if (warp == 0 && tile + STAGES < TILES) own.ask(&w_map, from + (tile + STAGES) * BLOCK, half, stage);
         if (of < columns.count) {
             float upper = 0.0f, lower = 0.0f;
 #pragma unroll
@@ -259,10 +243,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
 }
 
 // Of several rows it begins beside expert_ring.cu, if it takes no more registers than that leaves.
-#if BOXES
-#define REGISTERS __maxnreg__(72)
-#else
+#if RUNS
 #define REGISTERS __launch_bounds__(32 * WARPS)
+#else
+#define REGISTERS __maxnreg__(72)
 #endif
 
 extern "C" __global__ void REGISTERS sum_down(
@@ -278,7 +262,8 @@ extern "C" __global__ void REGISTERS sum_down(
     Tile own(memory, barriers, warp);
     long long expert = work.experts[place];
     int from = static_cast<int>(expert) * work.size_n + first;
-    own.ask(&w_map, work, COLUMNS, 0, from, 8, 0);
+    if (RUNS) own.ask_for_runs(work.weight, from);
+    else own.ask(&w_map, from, 8, 0);
     const float* scales = work.scales + (expert * GROUPS + min(lane, GROUPS - 1)) * work.scale_columns;
     Added added(work, row, first);
     float scale = scales[first / work.scale_rows];
@@ -297,7 +282,7 @@ extern "C" __global__ void REGISTERS sum_down(
         bool more = tile + 1 < TILES;
         if (more) {
             __syncwarp();
-            own.ask(&w_map, work, COLUMNS, 0, from + (tile + 1) * 16, 8, 0);
+            own.ask(&w_map, from + (tile + 1) * 16, 8, 0);
             scale = scales[(first + 16) / work.scale_rows];
         }
         float(&to)[WARPS][16] = results[tile % 2];

@@ -1,4 +1,4 @@
-// Values of W in float8, of which a warp makes products: for expert_stream.cu and expert_ring.cu.
+// Values of W in float8, of which a warp makes products.
 #pragma once
 
 #include "bfloat16.cuh"
@@ -28,4 +28,12 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&words)[4]
         u32 b[2] = {columns[i].x, columns[i].y};
         multiply16(sums, a, b);
     }
+}
+
+// The same as four_bits.cuh has it of 4 bits. `x`: the lane's own columns.
+__device__ __forceinline__ void multiply_group(float (&sums)[4], const u32 (&words)[4][4], const char* x) {
+    uint2 columns[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) columns[i] = *reinterpret_cast<const uint2*>(x + i * 32);
+    multiply(sums, words, columns);
 }
