@@ -41,7 +41,7 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("weight", "scales", "x", "experts", "out", "counts", "listed", "weights", "shared")
+            for name in ("scales", "x", "experts", "out", "counts", "listed", "weights", "shared")
         ),
         *((name, ctypes.c_void_p) for name in ("residual", "norm", "weighted", "squares")),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows")),
@@ -58,7 +58,6 @@ class _Shape(NamedTuple):
     whole: int = 0
     gated: int = 1
     listed: int = 0
-    runs: int = 0
 
     @property
     def stages(self) -> int:
@@ -67,9 +66,8 @@ class _Shape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """W and x of each warp, with 16 bytes between rows of x, and of W that comes in runs."""
-        of_w, rows = 128 * self.groups + 16 * self.runs, 8 if self.whole else 1
-        return self.warps * (16 * self.stages * of_w + rows * (256 * self.groups + 16))
+        """W and x of each warp, with 16 bytes between rows of x."""
+        return self.warps * (16 * self.stages * 128 * self.groups + (7 * self.whole + 1) * (256 * self.groups + 16))
 
 
 class _RingWork(ctypes.Structure):
@@ -114,7 +112,7 @@ def _gate_shape(weight: QuantizedStack, gated: bool = True, listed: bool = False
 def _sum_shape(weight: QuantizedStack, num_rows: int, top_k: int) -> _Shape:
     _, rows, size_k = weight.shape
     tiles = math.gcd(rows // PART, _SUM_TILES) if num_rows > 1 else 1
-    return _Shape(size_k // 128, top_k, tiles, runs=int(num_rows == 1))
+    return _Shape(size_k // 128, top_k, tiles=tiles)
 
 
 def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
@@ -190,7 +188,7 @@ def _multiply_rows(
     (num_experts, rows, _), (num_rows, top_k), scales = weight.shape, places.experts.shape, weight.packing.scales
     size_n = rows // 2 if shape.gated else rows
     out = torch.empty((places.experts.numel(), size_n), dtype=x.dtype, device=x.device)
-    read = (each.data_ptr() for each in (weight.data, scales, x, places.experts, out, places.counts, places.listed))
+    read = (each.data_ptr() for each in (scales, x, places.experts, out, places.counts, places.listed))
     sizes = x.stride(0), 0, size_n, num_rows, scales.shape[2], weight.packing.scale_rows, per_row, num_experts
     programs = size_n // (_GATE_COLUMNS if shape.gated else PART) // shape.tiles * tiles
     kernel = _stream("multiply_rows", shape, top_k, False, False, x.device)
@@ -219,7 +217,7 @@ def sum_down(
     (_, rows, _), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
     values, weighted = (torch.empty((num_rows, rows), dtype=x.dtype, device=x.device) for _ in range(2))
     squares = squares_of(values)
-    read = weight.data, scales, x, routing.experts, values, None, None, routing.weights, shared, residual, norm.weight
+    read = scales, x, routing.experts, values, None, None, routing.weights, shared, residual, norm.weight
     pointers = (None if each is None else each.data_ptr() for each in (*read, weighted, squares))
     sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, 0
     shape, wide = _sum_shape(weight, num_rows, top_k), norm.weight.dtype == torch.float32

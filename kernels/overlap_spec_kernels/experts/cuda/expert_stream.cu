@@ -1,8 +1,7 @@
 // The two products of experts in float8 with a scale for each block of 128 columns, for few rows of x, on Hopper.
 //
 // 16 rows of W at a time are two boxes that the copy engine brings: it takes as long for a run of 256 bytes as for one of
-// some thousand. For the sum of one row they are runs of each warp: the first box of a program comes later. So much of
-// W is on its way that memory is never idle, and little is left to do when it arrives.
+// some thousand. So much of W is on its way that memory is never idle, and little is left to do when it arrives.
 //
 //     multiply_rows  a program has 8 columns of gate and up at a time, or 16 of the second product, for up to 8 rows of
 //                    one expert; its warps divide K. Each leaves the sums of its blocks of 128 columns, which are
@@ -21,7 +20,6 @@
 //     SHARED  1: the result of an expert that all rows have is added to the sum
 //     GATED   1: silu(gate) * up                  LISTED  1: tiles are of listed places, of any number of rows
 //     WHOLE   1: the warps share rows of W, whose columns they divide; 0, of `sum_down`: each has its own
-//     RUNS    1: W comes in runs, of one tile, else in boxes
 
 #include "hopper.cuh"
 
@@ -30,7 +28,6 @@
 
 // What the kernels are given beside the map of W; the same fields in quantized_products.py.
 struct Work {
-    const char* weight;        // [E, O, I] float8 e4m3
     const float* scales;       // [E, I / 128, scale_columns]
     const u16* x;              // rows x_stride apart
     const long long* experts;  // [T, TOP_K]
@@ -51,9 +48,7 @@ struct Work {
 
 constexpr int MOST_EXPERTS = 1024, ROWS = WHOLE ? 8 : 1;  // of x in a product
 constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
-constexpr int PITCH = COLUMNS + 16;    // of rows that come in runs, which so lie in different banks
-constexpr int HALF = 8 * (RUNS ? PITCH : (WHOLE ? WARPS : 1) * COLUMNS);  // of boxes [128 columns][row], swizzled
-static_assert(!RUNS || !WHOLE && TILES == 1);
+constexpr int HALF = 8 * (WHOLE ? WARPS : 1) * COLUMNS;  // of boxes [128 columns][row], swizzled
 constexpr int X_PITCH = 2 * COLUMNS + 16;
 constexpr int X_AT = (WHOLE ? 1 : WARPS) * STAGES * 2 * HALF;  // a warp's columns of rows of x, after all of W
 
@@ -86,14 +81,6 @@ struct Tile {
         copy_box(to + HALF, map, barriers + stage, 0, (first + half) / 8);
     }
 
-    // Row `first` and the next 15, in runs.
-    __device__ __forceinline__ void ask_for_runs(const char* weight, int first) const {
-        if (lane == 0) expect(barriers, 16 * COLUMNS);
-        __syncwarp();
-        long long row = first + lane % 16;
-        if (lane < 16) copy_bytes(shared(w) + lane * PITCH, weight + row * COLUMNS, COLUMNS, shared(barriers));
-    }
-
     // `from`: the warp's columns of a row.
     __device__ __forceinline__ void take_x(const u16* from, int row) const {
 #pragma unroll
@@ -103,11 +90,10 @@ struct Tile {
 
     // What the products of a block take. Lanes g have row `row` of x.
     __device__ __forceinline__ void load(u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row) const {
-        u32 from = shared(w + (stage * 2 + lane / 8 % 2) * HALF);
-        from += RUNS ? group * 128 + lane % 8 * PITCH : group * 1024 + lane % 8 * 128;
+        u32 from = shared(w + (stage * 2 + lane / 8 % 2) * HALF) + group * 1024 + lane % 8 * 128;
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-            u32 at = from + ((pair * 2 + lane / 16) ^ (RUNS ? 0 : lane % 8)) * 16;
+            u32 at = from + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
             load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
         }
 #pragma unroll
@@ -242,14 +228,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
     }
 }
 
-// Of several rows it begins beside expert_ring.cu, if it takes no more registers than that leaves.
-#if RUNS
-#define REGISTERS __launch_bounds__(32 * WARPS)
-#else
-#define REGISTERS __maxnreg__(72)
-#endif
-
-extern "C" __global__ void REGISTERS sum_down(
+// It begins beside expert_ring.cu, if it takes no more registers than that leaves.
+extern "C" __global__ void __maxnreg__(72) sum_down(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
 ) {
     extern __shared__ __align__(1024) char memory[];
@@ -262,8 +242,7 @@ extern "C" __global__ void REGISTERS sum_down(
     Tile own(memory, barriers, warp);
     long long expert = work.experts[place];
     int from = static_cast<int>(expert) * work.size_n + first;
-    if (RUNS) own.ask_for_runs(work.weight, from);
-    else own.ask(&w_map, from, 8, 0);
+    own.ask(&w_map, from, 8, 0);
     const float* scales = work.scales + (expert * GROUPS + min(lane, GROUPS - 1)) * work.scale_columns;
     Added added(work, row, first);
     float scale = scales[first / work.scale_rows];
