@@ -103,6 +103,7 @@ from overlap_spec.messages.request import (
     MAX_WIRE_ID_CHARS as MAX_WIRE_ID_CHARS,
     MAX_WORD_CHARS as MAX_WORD_CHARS,
     MAX_WORD_TOKENS as MAX_WORD_TOKENS,
+    MOST_SECONDS as MOST_SECONDS,
     NO_METHOD as NO_METHOD,
     ChatPrompt as ChatPrompt,
     LogProbCount as LogProbCount,

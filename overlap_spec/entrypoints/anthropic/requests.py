@@ -217,6 +217,8 @@ def _function(tool: Tool) -> Json:
 def _thinking(body: MessagesRequest | CountRequest, given: Json) -> Json:
     if body.thinking is None:
         return {}
+    if body.thinking.type == "disabled" and body.thinking.budget_tokens is not None:
+        raise Problem(400, "thinking: budget_tokens bounds nothing where type is disabled", "thinking", "invalid_value")
     kwargs = given.get("chat_template_kwargs", {})
     switch = {"enable_thinking": body.thinking.type != "disabled"}
     made: Json = {"chat_template_kwargs": {**switch, **kwargs} if isinstance(kwargs, dict) else kwargs}

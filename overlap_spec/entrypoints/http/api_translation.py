@@ -21,7 +21,7 @@ from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, EngineRequest, renamed
 from overlap_spec.entrypoints.openai.chat import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
-from overlap_spec.entrypoints.openai.requests import OF_COMPLETIONS, ChatRequest, check_openai
+from overlap_spec.entrypoints.openai.requests import OF_COMPLETIONS, ChatRequest, check_openai, refuse_other_names
 from overlap_spec.entrypoints.openai.response_format import GRAMMAR_FIELDS
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.errors import RequestAborted, RequestError
@@ -100,6 +100,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 def _extensions(given: Json, dialect: Dialect) -> Json:
     known = UNSUPPORTED.keys() | frozenset(ChatRequest.__struct_fields__)
     others = {name: value for name, value in given.items() if name not in dialect.own}
+    refuse_other_names(others, dialect.names)
     for name in others:
         if name in known and name not in EXTENSIONS:
             hint = f": here it is {dialect.names[name]}" if name in dialect.names else ""

@@ -38,7 +38,7 @@ from overlap_spec.entrypoints.http.body_fields import (
     without_strings,
 )
 from overlap_spec.entrypoints.http.errors import ClientGone, Problem
-from overlap_spec.messages import TOKEN_BYTES, shown
+from overlap_spec.messages import MOST_SECONDS, TOKEN_BYTES, shown
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
 
@@ -325,10 +325,12 @@ def _with_read_timeout(fields: Json, headers: Mapping[str, str]) -> Json:
         return fields
     limit = "first_token_timeout" if fields.get("stream") else "timeout"
     try:
-        return {limit: float(headers[name]), **fields}
+        seconds = float(headers[name])
     except ValueError:
-        text = f"{name} must be seconds, got {shown(headers[name])}"
-        raise Problem(400, text, name, "invalid_value") from None
+        seconds = 0.0
+    if not seconds > 0:
+        raise Problem(400, f"{name} must be seconds above 0, got {shown(headers[name])}", name, "invalid_value")
+    return {limit: min(seconds, MOST_SECONDS), **fields}
 
 
 def _bad_field(text: str) -> Problem:

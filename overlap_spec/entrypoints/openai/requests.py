@@ -252,10 +252,11 @@ def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     return body
 
 
-def refuse_other_names(fields: Json) -> None:
-    """Raises: Problem for a field of another API, which would have no effect here."""
+def refuse_other_names(fields: Json, names: Mapping[str, str] = {}) -> None:
+    """Raises: Problem for a field of another API, which would have no effect here. `names`: of chats' fields here."""
     for name, here in NAMES_HERE.items():
         if fields.get(name):
+            here = names.get(here, here)
             raise Problem(400, f"{name} is of another API; here it is {here}", name, "invalid_value")
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.messages import Terms
+from overlap_spec.messages import MOST_SECONDS, Terms
 
 CHAT = {"messages": [{"role": "user", "content": "a b"}]}
 BODIES = {
@@ -100,7 +100,10 @@ def test_what_an_sdk_waits_for_the_first_byte_is_a_limit(path: str, header: str)
     assert terms_of(path, {header: "600"}, timeout=5).timeout_s == 5.0
     streamed = terms_of(path, {header: "60.5"}, stream=True)
     assert (streamed.timeout_s, streamed.first_token_timeout_s) == (None, 60.5)
-    assert ask(FakeClient(), "POST", path, json=BODIES[path], headers={header: "soon"}).status_code == 400
+    assert terms_of(path, {header: "1e30"}).timeout_s == MOST_SECONDS
+    for bad in ("soon", "nan", "0", "-3"):
+        refused = ask(FakeClient(), "POST", path, json=BODIES[path], headers={header: bad})
+        assert refused.status_code == 400 and f"{header.lower()} must be seconds above 0" in refused.text
 
 
 def test_choices_that_follow_the_first_one_have_what_is_left_of_the_time() -> None:

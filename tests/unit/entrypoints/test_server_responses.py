@@ -220,6 +220,7 @@ def test_errors_name_the_fields_of_the_api() -> None:
         ({"temperature": -1}, "temperature", "temperature"),
         ({"messages": []}, "messages", "here it is input"),
         ({"logprobs": True}, "logprobs", "not of /v1/responses"),
+        ({"max_new_tokens": 3}, "max_new_tokens", "here it is max_output_tokens"),
     ):
         for stream in (False, True):
             reply = ask(FakeClient(), "POST", PATH, json={**BODY, **change, "stream": stream})
