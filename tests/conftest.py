@@ -86,11 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Imports make a million objects that stay. The collector would walk through them again and again.
 
     It looks at new objects less often than Python has it, too: that is a fifteenth of a run's processor time.
     And libraries make 56 loggers apart, to each of which pytest would add its handlers, six times a test.
+    Hypothesis would read the source of every module of the tree for constants to draw: 4 s of a quick run, which has no
+    use for them.
     """
     gc.disable()
     try:
@@ -102,6 +104,9 @@ def pytest_collection() -> Iterator[None]:
         for logger in list(logging.Logger.manager.loggerDict.values()):
             if isinstance(logger, logging.Logger):
                 logger.propagate = True
+        drawing = sys.modules.get("hypothesis.internal.conjecture.providers")
+        if drawing is not None and "not slow" in session.config.option.markexpr:
+            vars(drawing)["_get_local_constants"] = lambda: drawing._local_constants
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,5 +1,6 @@
 """Stop patterns: which match counts, what is held back, and that the cuts of the text do not matter."""
 
+import functools
 import gc
 import itertools
 import re
@@ -36,13 +37,18 @@ NEXT = ("", "a", " ", "\n", "é")  # one of each kind that a condition may ask f
 
 def does_not_match_nothing(pattern: str) -> bool:
     """Not the empty text, wherever it is."""
-    return not any(re.search(f"(?<={one})(?:{pattern})(?={other}\\Z)", one + other) for one in NEXT for other in NEXT)
+    return not any(matches(pattern, one + other, len(one), len(one)) for one in NEXT for other in NEXT)
 
 
 def matches(pattern: str, text: str, start: int, end: int) -> bool:
     """Whether the pattern matches exactly this part of the text, as Python searches."""
-    rest = len(text) - end
-    return bool(re.compile(f"(?:{pattern})(?=(?s:.{{{rest}}})\\Z)").match(text, start))
+    return bool(followed(pattern, len(text) - end).match(text, start))
+
+
+@functools.cache
+def followed(pattern: str, rest: int) -> re.Pattern[str]:
+    """By so many characters and the end of the text."""
+    return re.compile(f"(?:{pattern})(?=(?s:.{{{rest}}})\\Z)")
 
 
 def first_match(patterns: tuple[str, ...], text: str) -> tuple[str, str | None]:
