@@ -198,6 +198,7 @@ def assert_product(emulator: CudaEmulator, run: Run) -> None:
     assert all(torch.equal(each, results[0]) for each in results), "the order of events changes nothing"
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("rows", "of_beside", "scaled"), [(1, 6, True), (5, 3, True), (11, 9, False)])
 def test_another_matrix_beside(emulator: CudaEmulator, rows: int, of_beside: int, scaled: bool) -> None:
     """More rows than programs, or fewer."""
@@ -220,7 +221,7 @@ def test_another_matrix_beside(emulator: CudaEmulator, rows: int, of_beside: int
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_compiles(name: str) -> None:
     """For a real GPU, as the emulator runs it."""

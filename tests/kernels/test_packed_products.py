@@ -154,7 +154,7 @@ ONE_ORDER = [
 ]
 
 
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow_but_every(2 * len(ONE_ORDER))
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("cut", ONE_ORDER)
 def test_a_row_has_one_class_of_bits(emulator: CudaEmulator, cut: PackedProducts, gated: bool) -> None:
@@ -206,9 +206,10 @@ def as_on_a_gpu(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iter
     wide._kernel.cache_clear()
 
 
-@pytest.mark.slow_but_every(1)
+@pytest.mark.slow_but_every(2)
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_norm_between_linears_has_the_bits_of_many_rows() -> None:
+@pytest.mark.parametrize("counts", [(7, 40), (1, 12)], ids=str)
+def test_a_norm_between_linears_has_the_bits_of_many_rows(counts: tuple[int, ...]) -> None:
     """The sum of a linear whose K has parts, and products and gates of its norm; scales are not those of one part."""
     output, plain, gate = (
         OrderedQuantizedWeight(*weight_of("fp8, rows", *shape)[:2], BFLOAT)
@@ -226,7 +227,7 @@ def test_a_norm_between_linears_has_the_bits_of_many_rows() -> None:
     expected = results(140)
     scaled = F.rms_norm(expected[0].double(), (192,), norm.weight.double(), 1e-5)
     assert_near(expected[5], scaled @ dequantised(*in_rows(plain.data, plain.packing), torch.float64).t())
-    for count in (1, 7, 12, 40):
+    for count in counts:
         for found, whole in zip(results(count), expected, strict=True):
             assert torch.equal(found, whole[:count]), count
 
@@ -302,9 +303,9 @@ def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(7)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow_but_every(2 * len(KINDS))
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", [*reversed(KINDS)])  # those of one order have 8 bits
 def test_it_compiles(kind: str, gated: bool) -> None:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
     try:
@@ -317,20 +318,26 @@ def test_it_compiles(kind: str, gated: bool) -> None:
     assert products.code_of(cut, form).compiled().startswith(b"\x7fELF")
 
 
+OF_WEIGHTS = ((28672, 4096), (4096, 14336), (8192, 2048), (128, 64))
+
+
 @pytest.mark.parametrize(
-    ("gated", "count"),
+    ("gated", "count", "shapes"),
     [
-        (True, 97),  # most sums in registers
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 97))),
-        *(pytest.param(True, count, marks=pytest.mark.full) for count in (9, 17, 33, 49, 65)),
-        *(pytest.param(False, count, marks=pytest.mark.full) for count in (1, 9, 17, 33, 49, 65)),
+        (True, 97, OF_WEIGHTS[:1]),  # most sums in registers, and two warpgroups
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 97, OF_WEIGHTS[1:]), (True, 1, OF_WEIGHTS))),
+        pytest.param(False, 97, OF_WEIGHTS, marks=pytest.mark.slow),
+        *(pytest.param(True, count, OF_WEIGHTS, marks=pytest.mark.full) for count in (9, 17, 33, 49, 65)),
+        *(pytest.param(False, count, OF_WEIGHTS, marks=pytest.mark.full) for count in (1, 9, 17, 33, 49, 65)),
     ],
 )
-def test_no_product_of_one_order_waits_for_registers(gated: bool, count: int) -> None:
+def test_no_product_of_one_order_waits_for_registers(
+    gated: bool, count: int, shapes: tuple[tuple[int, int], ...]
+) -> None:
     """All divisions of small and large weights compile without a warning, which is an error here."""
     pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
     codes = set()
-    for size_n, size_k in ((128, 64), (8192, 2048), (4096, 14336), (28672, 4096)):
+    for size_n, size_k in shapes:
         weight = torch.empty(size_n, size_k, dtype=torch.uint8, device="meta")
         for rows in (1, 9, 17, 33, 49, 65, 97):
             x = torch.empty(rows, size_k, dtype=BFLOAT, device="meta")

@@ -61,7 +61,7 @@ def test_nothing_without_a_hopper_gpu() -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("end", ["GATED", "ARGMAX", "PLAIN"])
 def test_it_compiles(end: str, dtype: torch.dtype) -> None:
