@@ -150,8 +150,8 @@ def run_rank(rank: int, ranks: int, buffers: list[Tensor], dtype: torch.dtype, f
         found[rank, number] = torch.equal(result, expected)
 
 
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("ranks, dtype", [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("ranks, dtype", [(4, torch.float32), (2, torch.bfloat16), (2, torch.float16)])
 def test_processes_wait_for_each_other(ranks: int, dtype: torch.dtype) -> None:
     """The flags alone put them in step: their operands, their sums and their epochs."""
     launches = 8
