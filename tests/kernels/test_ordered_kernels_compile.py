@@ -43,13 +43,13 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"},
     ),
     "attention": (ordered_attention._ordered_attention_kernel, OF_ROWS, {}),
+    "products of heads": (latent_heads._head_products_kernel, OF_HEADS, {}),
     "attention of large heads": (ordered_attention._ordered_attention_kernel, LARGE, {}),
     "attention with sinks": (
         ordered_attention._ordered_attention_kernel,
         OF_ROWS | {"SINKS": True, "APART": False, "WINDOW": 300},
         {},
     ),
-    "products of heads": (latent_heads._head_products_kernel, OF_HEADS, {}),
     "attention of windows, 8 bits": (
         ordered_windows._ordered_windows_kernel,
         WINDOWS | {"EIGHT_BITS": True},

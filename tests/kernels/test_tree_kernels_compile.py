@@ -131,6 +131,7 @@ def test_a_move_reads_all_its_rows_before_it_writes_one() -> None:
     assert ptx.rindex("ld.global") < ptx.index("bar.sync") < ptx.index("st.global")
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_logits_of_16_bits(dtype: str) -> None:
     module, name, *rest, constants = OTHERS[4]
