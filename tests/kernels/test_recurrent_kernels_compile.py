@@ -114,13 +114,15 @@ def test_kernels_of_mamba2_compile(case: str) -> None:
     assert ("wgmma" in found.asm["ptx"]) == ("chunks" in case)
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(12)
+@pytest.mark.parametrize("keys", [128, *(size for size in replay._KEYS if size != 128)])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 @pytest.mark.parametrize("gates", [2, 1], ids=["gated delta", "mamba 2"])
-def test_output_is_added_up_as_windows_are(gates: int, stored: str) -> None:
+def test_output_is_added_up_as_windows_are(gates: int, stored: str, keys: int) -> None:
     """As many threads share a length, or what a column of a state finds, each with as many numbers of it."""
     threads = 8 if stored == "fp32" else 16
-    sizes = (SIZES if gates == 2 else OF_MAMBA) | {"THREADS": threads, "VALUES": 32 // threads}
+    sizes = SIZES if gates == 2 else OF_MAMBA
+    sizes = sizes | {"THREADS": threads, "VALUES": 32 // threads, "DK": keys, "BLOCK_K": keys}
     of_kernels = (
         (gated_delta._recur_kernel, COLUMNS),
         (replay._prepare_kernel, sizes["DV"]),
