@@ -200,8 +200,14 @@ class CudaKernel:
 
         module = _checked(driver.cuModuleLoadData(_COMPILER.get()(self._code)))
         function = _checked(driver.cuModuleGetFunction(module, self._name.encode()))
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, limit, self._shared))
+        names = driver.CUfunction_attribute
+        # Memory of a multiprocessor is divided into shared memory and L1 cache anew only while it runs nothing. So a
+        # kernel that needs much of it begins beside one that needs little only if that asks for the same division.
+        for name, value in (
+            (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared),
+            (names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # per cent
+        ):
+            _checked(driver.cuFuncSetAttribute(function, name, value))
         return function
 
     def load(self) -> Any:

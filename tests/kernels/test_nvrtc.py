@@ -114,14 +114,22 @@ def test_what_the_compiler_says_is_raised(source: Path, nvrtc: None) -> None:
 
 
 class Driver(ModuleType):
-    """The driver's functions, which do nothing. Notes the machine code that it is given."""
+    """The driver's functions, which do nothing. Notes the machine code that it is given, and attributes."""
 
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0)
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="limit",
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="share",
+    )
     given: ClassVar[list[bytes]] = []
+    attributes: ClassVar[dict[str, int]] = {}
 
     def cuModuleLoadData(self, code: bytes) -> tuple[int, str]:
         self.given.append(code)
         return 0, "module"
+
+    def cuFuncSetAttribute(self, function: str, attribute: str, value: int) -> tuple[int]:
+        self.attributes[attribute] = value
+        return (0,)
 
     def __getattr__(self, name: str) -> object:
         return lambda *_: (0, "function")
@@ -136,5 +144,6 @@ def test_a_kernel_is_loaded_as_the_block_has_it_compiled(
         monkeypatch.setitem(sys.modules, name, module)
     with compiling_with(lambda code: b"compiled elsewhere"):
         assert CudaKernel(CudaCode(source), "a", 128, 0)._function == "function"
-    assert CudaKernel(CudaCode(source), "a", 128, 0)._function == "function"
+    assert CudaKernel(CudaCode(source), "a", 128, 1024)._function == "function"
+    assert driver.attributes == {"limit": 1024, "share": 100}  # the same share for all: they begin beside each other
     assert driver.given == [b"compiled elsewhere", b"1"] and len(compiled) == 1
