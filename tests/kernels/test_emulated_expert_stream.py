@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    caches = products._stream, products._ring
+    caches = products._stream, products._ring, products._sum_ring
     for cache in caches:
         cache.cache_clear()
     cuda_emulator.install(monkeypatch, products)
@@ -120,6 +120,35 @@ def test_the_sum_of_down(emulator: CudaEmulator, name: str) -> None:
         assert torch.equal(found.weighted, (found.values.float() * norm.weight.float()).to(BFLOAT))
 
 
+# sizes, most stages of the ring
+SUMS = {
+    "experts of several eights, a ring that fills again": (Sizes(32, 3, 128, 384, experts=9), 2),
+    "scales of 16 rows, one expert of all": (Sizes(17, 4, 96, 512, scale_rows=16, experts=40), 3),
+    "one expert": (Sizes(8, 1, 64, 256), 7),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_experts_that_are_read_once(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The sum has the bits that it has where each row reads its own."""
+    sizes, stages = SUMS[name]
+    weight, routing = stack_of(sizes, sizes.hidden, sizes.inner), routing_of(sizes)
+    x = guarded(torch.randn(sizes.rows * sizes.top_k, sizes.inner).to(BFLOAT))
+    residual, shared = (torch.randn(sizes.rows, sizes.hidden).to(BFLOAT) for _ in range(2))
+    norm = Norm(torch.rand(sizes.hidden).to(BFLOAT), 0.1)
+    monkeypatch.setattr(products, "_SUM_STAGES", stages)
+    for seed, beside in enumerate((None, shared)):
+        emulator.seed, emulator.written_before = seed, [x]
+        found = {}
+        for least in (1, 33):
+            monkeypatch.setattr(products, "_LEAST_IN_RING", least)
+            found[least] = products.sum_down(x, weight, routing, residual, norm, beside)
+        once, often = found[1], found[33]
+        assert once.squares is not None and often.squares is not None
+        assert torch.equal(once.values, often.values) and torch.equal(once.squares, often.squares)
+        assert torch.equal(once.weighted, often.weighted)
+
+
 def test_both_are_one_operation(emulator: CudaEmulator) -> None:
     """Of more rows than tiles without lists take; no kernel lists places."""
     sizes = Sizes(20, 2, 256, 128)
@@ -129,6 +158,15 @@ def test_both_are_one_operation(emulator: CudaEmulator) -> None:
     found, expected = _experts_add_triton(*given), experts_add_reference(*given)
     close = 2**-6 * float(expected.values.abs().max())
     torch.testing.assert_close(found.values, expected.values, rtol=2**-6, atol=close)
+
+
+def test_which_experts_are_read_once() -> None:
+    """Of 8 rows, not of 7. Columns of two programs, W that registers hold, experts that lists have."""
+    sizes = Sizes(8, 2, 0, 0, experts=3)
+    weight, experts = stack_of(sizes, 32, 768), routing_of(sizes).experts
+    assert products._sums_in_ring(weight, experts) and not products._sums_in_ring(weight, experts[:7])
+    for other in (stack_of(sizes, 48, 768), stack_of(sizes, 32, 896), stack_of(sizes._replace(experts=1025), 32, 128)):
+        assert not products._sums_in_ring(other, experts)
 
 
 def test_what_has_other_kernels(emulator: CudaEmulator) -> None:

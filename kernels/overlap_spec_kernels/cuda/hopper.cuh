@@ -182,6 +182,11 @@ __device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
     return there;
 }
 
+// Write to an address in the cluster.
+__device__ __forceinline__ void store(u32 target, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(target), "f"(value) : "memory");
+}
+
 // Write four floats to another program, whose barrier counts their bytes.
 __device__ __forceinline__ void send(u32 target, float4 value, u32 barrier) {
     asm volatile(

@@ -1,8 +1,9 @@
 """Products of rows with the matrices of their experts in float8 with scales of blocks, of few rows, in CUDA C++.
 
 The kernels of expert_stream.cu ask for more of W at once than `quantized_products.py`, and have its bits. Up to 32 rows
-of x the second product adds up each row's experts; the first one of 8 to 32 rows is expert_ring.cu's, whose programs
-have equal shares. Of more rows tiles of 8 places are listed, with up to 8 rows of an expert on average.
+of x the second product adds up each row's experts. Of 8 to 32 rows the first one is expert_ring.cu's, whose programs
+have equal shares, and the second one expert_sum_ring.cu's, which reads each expert once. Of more rows tiles of 8 places
+are listed, with up to 8 rows of an expert on average.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
 _GATE_WARPS = 16  # that divide K, at most
 _GATE_COLUMNS, _GATE_TILES = 8, 8  # of gate and up at a time, and how often
 RING_SOURCE = SOURCE.with_name("expert_ring.cu")
-_LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring
+_LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring, and reads few experts again
 _RING_WARPS, _RING_STAGES, _SLOTS = 16, 3, 2  # at most; of tiles of W, and of sums
+SUM_RING_SOURCE = SOURCE.with_name("expert_sum_ring.cu")
+_SUM_CLUSTER, _SUM_STAGES, _SUM_BLOCKS = 2, 7, 6  # programs; of its ring, and of K, whose W registers hold: at most
 _LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
 _SUM_TILES = 4  # of 16 columns, of a program of several rows
 _SHARED = 210 << 10  # bytes of a program at most
 
 
 class _Work(ctypes.Structure):
-    """`Work` of expert_stream.cu."""
+    """`Work` of expert_work.cuh."""
 
     _fields_ = (
         *(
@@ -101,6 +104,36 @@ class _Ring(NamedTuple):
         return self.groups * self.warps * (self.stages * 16 * 128 + _SLOTS * 512)
 
 
+class _SumRing(NamedTuple):
+    """Of a program of expert_sum_ring.cu."""
+
+    blocks: int
+    stages: int
+    cluster: int
+    top_k: int
+
+    @classmethod
+    def of(cls, weight: QuantizedStack, top_k: int) -> _SumRing:
+        """As many stages as there is room for."""
+        one = cls(weight.shape[2] // 128, 1, _SUM_CLUSTER, top_k)
+        return one._replace(stages=min((_SHARED - one.num_results) // one.num_stage, _SUM_STAGES))
+
+    @property
+    def num_stage(self) -> int:
+        """Bytes of a stage: W of the cluster, and eight rows of x with 32 bytes between them."""
+        return self.cluster * 16 * 128 * self.blocks + 8 * (256 * self.blocks + 32)
+
+    @property
+    def num_results(self) -> int:
+        """Bytes of the results of all places."""
+        return _MOST_STREAMED * self.top_k * PART * 4
+
+    @property
+    def num_bytes(self) -> int:
+        """W and x of the stages, and the results."""
+        return self.stages * self.num_stage + self.num_results
+
+
 def _gate_shape(weight: QuantizedStack, gated: bool = True, listed: bool = False) -> _Shape:
     """Of tiles of 8 rows of x. Columns of a program have the same scales."""
     _, rows, size_k = weight.shape
@@ -151,10 +184,10 @@ def _stream(name: str, shape: _Shape, top_k: int, shared: bool, wide: bool, devi
     return CudaKernel(code, name, 32 * shape.warps, shape.num_bytes)
 
 
-def _boxes(weight: QuantizedStack) -> TensorMap:
-    """The map for 8 rows of W: blocks of 128 columns one after another."""
+def _boxes(weight: QuantizedStack, eights: int = 1) -> TensorMap:
+    """The map for so many times 8 rows of W: blocks of 128 columns one after another."""
     blocks = weight.shape[2] // 128
-    return box_map(weight.data.view(-1, 8, blocks, 128).transpose(1, 2), (1, blocks, 8, 128))
+    return box_map(weight.data.view(-1, 8, blocks, 128).transpose(1, 2), (eights, blocks, 8, 128))
 
 
 def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
@@ -214,13 +247,32 @@ def sum_down(
     x: Tensor, weight: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
 ) -> Normed:
     """See `sum_of_experts.multiply_and_add`: of a few rows. Shapes: x [T * k, I], routing [T, k], others [T, H]."""
-    (_, rows, _), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
+    (num_experts, rows, _), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
     values, weighted = (torch.empty((num_rows, rows), dtype=x.dtype, device=x.device) for _ in range(2))
     squares = squares_of(values)
     read = scales, x, routing.experts, values, None, None, routing.weights, shared, residual, norm.weight
     pointers = (None if each is None else each.data_ptr() for each in (*read, weighted, squares))
-    sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, 0
-    shape, wide = _sum_shape(weight, num_rows, top_k), norm.weight.dtype == torch.float32
-    kernel = _stream("sum_down", shape, top_k, shared is not None, wide, x.device)
-    kernel.launch(rows // PART // shape.tiles * num_rows, (_boxes(weight), _Work(*pointers, *sizes)))
+    sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, num_experts
+    work, given = _Work(*pointers, *sizes), (shared is not None, norm.weight.dtype == torch.float32, x.device)
+    if _sums_in_ring(weight, routing.experts):
+        ring = _SumRing.of(weight, top_k)
+        _sum_ring(ring, *given).launch(rows // PART, (_boxes(weight, 2 * ring.cluster), work))
+    else:
+        shape = _sum_shape(weight, num_rows, top_k)
+        kernel = _stream("sum_down", shape, top_k, *given)
+        kernel.launch(rows // PART // shape.tiles * num_rows, (_boxes(weight), work))
     return Normed(values, weighted, squares, norm.eps)
+
+
+def _sums_in_ring(weight: QuantizedStack, experts: Tensor) -> bool:
+    """Whether `sum_down` reads each expert once. Shapes: experts [T, k]."""
+    (num_experts, rows, _), ring = weight.shape, _SumRing.of(weight, experts.shape[1])
+    fits = rows % (PART * ring.cluster) == 0 and num_experts <= _MOST_EXPERTS and ring.blocks <= _SUM_BLOCKS
+    return fits and len(experts) >= _LEAST_IN_RING
+
+
+@functools.cache
+def _sum_ring(ring: _SumRing, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
+    names = {key.upper(): value for key, value in ring._asdict().items()} | {"SHARED": int(shared), "WIDE": int(wide)}
+    code = CudaCode(SUM_RING_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
+    return CudaKernel(code, "sum_ring", 32 * (ring.stages * ring.cluster + 2), ring.num_bytes)

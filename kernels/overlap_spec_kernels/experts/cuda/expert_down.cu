@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOP_K * PARTS) expert_down(con
         const float* from = work.scales + ((expert * PARTS + part) * GROUPS + i) * HIDDEN + column + lane / 4;
         scales[i] = make_float2(from[0] * LEFT_OUT, from[8] * LEFT_OUT);
     }
-    Added added(work, 0, column);
+    Added added(work, 0, column, threadIdx.x < 16);
     wait_for_kernels_before();
     take_x(x, work.gated + warp * COLUMNS);
     __syncwarp();

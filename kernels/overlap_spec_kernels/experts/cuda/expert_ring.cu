@@ -17,6 +17,7 @@
 
 #include "hopper.cuh"
 
+#include "expert_eights.cuh"
 #include "expert_values.cuh"
 
 // What the kernel is given beside the map of W; the same fields in quantized_streams.py.
@@ -32,18 +33,15 @@ struct Work {
     int num_experts;
 };
 
-constexpr int THREADS = 32 * (WARPS + 3), MOST_EXPERTS = 1024, MOST_ROWS = 32;
+constexpr int THREADS = 32 * (WARPS + 3);
 constexpr int BLOCKS = WARPS * GROUPS;                // of 128 columns
 constexpr int HALF = 8 * BLOCKS * 128;                // bytes of 8 rows of W: boxes [block][row], swizzled
-constexpr int EACH = (MOST_EXPERTS + THREADS - 1) / THREADS;  // experts of a thread that lists them
 constexpr int SLOTS = 2;                              // of sums that wait to be finished
 
 struct Shared {
     u64 full[STAGES], empty[STAGES];         // of the ring: W has arrived; it is read
     u64 summed[SLOTS], finished[SLOTS];      // of sums: they are there; they are read
-    u32 rows[MOST_EXPERTS];                  // those that have chosen an expert, one bit each
-    int listed[MOST_ROWS * TOP_K];           // expert * 4 + eight of its rows, of all that have rows
-    int before[THREADS / 32];
+    Lists lists;
 };
 
 using Sums = float[BLOCKS][16][8];  // of a tile: rows of W, and of x; they lie behind the ring
@@ -62,57 +60,6 @@ struct Turn {
     }
 };
 
-// Up to eight rows of x that have chosen an expert.
-struct Eight {
-    int expert, number;
-    u32 rows;
-
-    __device__ __forceinline__ Eight(const Shared& shared_, int listed)
-        : expert(shared_.listed[listed] / 4), number(shared_.listed[listed] % 4), rows(shared_.rows[expert]) {}
-
-    __device__ __forceinline__ int count() const { return min(__popc(rows) - number * 8, 8); }
-
-    // Of which a column of the product is. Behind the last row: the last one.
-    __device__ __forceinline__ int row(int column) const {
-        u32 left = rows;
-        for (int i = min(column, count() - 1) + number * 8; i > 0; --i) left &= left - 1;
-        return __ffs(left) - 1;
-    }
-};
-
-// List what is chosen: all threads. Returns how many eights there are.
-__device__ __forceinline__ int list_experts(const Work& work, Shared& shared_) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, counts[EACH], own = 0, total = 0;
-    for (int i = threadIdx.x; i < work.num_rows * TOP_K; i += THREADS)
-        atomicOr(&shared_.rows[work.experts[i]], 1u << i / TOP_K);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        int expert = threadIdx.x * EACH + i;
-        counts[i] = expert < work.num_experts ? (__popc(shared_.rows[expert]) + 7) / 8 : 0;
-        own += counts[i];
-    }
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        int other = __shfl_up_sync(0xffffffff, sum, step);
-        if (lane >= step) sum += other;
-    }
-    if (lane == 31) shared_.before[warp] = sum;
-    __syncthreads();
-    int at = sum - own;
-    for (int i = 0; i < THREADS / 32; ++i) {
-        if (i < warp) at += shared_.before[i];
-        total += shared_.before[i];
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        for (int number = 0; number < counts[i]; ++number)
-            shared_.listed[at++] = (threadIdx.x * EACH + i) * 4 + number;
-    __syncthreads();
-    return total;
-}
-
 // The tiles of a program.
 struct Share {
     int begin, end, each;  // `each`: tiles of eight rows of an expert
@@ -130,24 +77,13 @@ __device__ __forceinline__ void copy_all(
 ) {
     Turn<STAGES> turn;
     for (int tile = share.begin; tile < share.end; ++tile, turn.advance()) {
-        int row = (shared_.listed[tile / share.each] / 4 * 2 * work.size_n) / 8 + tile % share.each;
+        int row = (shared_.lists.listed[tile / share.each] / 4 * 2 * work.size_n) / 8 + tile % share.each;
         u32 to = shared(ring + turn.at * 2 * HALF);
         u64* full = &shared_.full[turn.at];
         wait(&shared_.empty[turn.at], turn.parity ^ 1);
         expect(full, 2 * HALF);
         copy_box(to, map, full, 0, row);
         copy_box(to + HALF, map, full, 0, row + work.size_n / 8);
-    }
-}
-
-// What the product of a block takes of W. Lanes have four neighbouring columns of rows g and g + 8.
-__device__ __forceinline__ void load_words(u32 (&words)[4][4], u32 block) {
-    int lane = threadIdx.x % 32;
-    u32 from = block + lane / 8 % 2 * HALF + lane % 8 * 128;
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-        u32 at = from + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
-        load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
     }
 }
 
@@ -161,7 +97,7 @@ __device__ __forceinline__ void multiply_share(
     for (int tile = share.begin; tile < share.end; ++tile, turn.advance(), slot.advance()) {
         if (tile / share.each != listed) {
             listed = tile / share.each;
-            long long row = Eight(shared_, listed).row(lane / 4);
+            long long row = Eight(shared_.lists, listed).row(lane / 4);
             const u16* from = work.x + row * work.x_stride + warp * GROUPS * 128 + lane % 4 * 4;
 #pragma unroll
             for (int i = 0; i < GROUPS * 8; ++i)
@@ -173,7 +109,7 @@ __device__ __forceinline__ void multiply_share(
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             u32 words[4][4];
-            load_words(words, own + group * 1024);
+            load_words(words, own + group * 1024, HALF);
             multiply(found[group], words, columns[group]);
         }
         __syncwarp();
@@ -202,14 +138,10 @@ __device__ __forceinline__ void finish_share(
         int first = tile % share.each * 8;
         if (tile / share.each != listed) {
             listed = tile / share.each;
-            Eight eight(shared_, listed);
-            int row = eight.row(column), place = row * TOP_K;
-#pragma unroll
-            for (int i = 1; i < TOP_K; ++i)
-                if (work.experts[row * TOP_K + i] == eight.expert) place = row * TOP_K + i;
+            Eight eight(shared_.lists, listed);
             count = eight.count();
             scales = work.scales + static_cast<long long>(eight.expert) * BLOCKS * work.scale_columns;
-            out = work.out + static_cast<long long>(place) * work.size_n + result;
+            out = work.out + static_cast<long long>(eight.place(work, column)) * work.size_n + result;
         }
         const float* uppers = scales + first / work.scale_rows;
         const float* lowers = scales + (first + work.size_n) / work.scale_rows;
@@ -232,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_ring(
 ) {
     extern __shared__ __align__(1024) char ring[];
     __shared__ Shared shared_;
-    for (int i = threadIdx.x; i < MOST_EXPERTS; i += THREADS) shared_.rows[i] = 0;
+    shared_.lists.clear<THREADS>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             set_up(&shared_.full[i], 1);
@@ -247,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_ring(
     __syncthreads();
     wait_for_kernels_before();
     let_next_begin();
-    Share share(work, list_experts(work, shared_));
+    Share share(work, shared_.lists.fill<THREADS>(work));
     Sums* sums = reinterpret_cast<Sums*>(ring + STAGES * 2 * HALF);
     int warp = threadIdx.x / 32;
     if (warp < WARPS) multiply_share(work, shared_, ring, sums, share);

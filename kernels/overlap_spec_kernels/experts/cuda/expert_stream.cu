@@ -25,26 +25,7 @@
 
 #include "expert_sum.cuh"
 #include "expert_values.cuh"
-
-// What the kernels are given beside the map of W; the same fields in quantized_products.py.
-struct Work {
-    const float* scales;       // [E, I / 128, scale_columns]
-    const u16* x;              // rows x_stride apart
-    const long long* experts;  // [T, TOP_K]
-    u16* out;
-    const int* counts;         // [E], and
-    const int* listed;         // [E, T]: places, if LISTED
-    const float* weights;      // [T, TOP_K]
-    const u16 *shared, *residual;  // [T, O], rows of the residual residual_stride apart
-    const void* norm;          // [O], float32 if WIDE, else bfloat16
-    u16* weighted;             // [T, O]
-    float* squares;            // [O / 16, T]
-    int x_stride, residual_stride;
-    int size_n;                // columns of the result
-    int num_rows;              // T
-    int scale_columns, scale_rows;
-    int per_row, num_experts;  // places of a row of x
-};
+#include "expert_work.cuh"
 
 constexpr int MOST_EXPERTS = 1024, ROWS = WHOLE ? 8 : 1;  // of x in a product
 constexpr int COLUMNS = GROUPS * 128;  // of a warp, and bytes of a row of W
@@ -88,37 +69,14 @@ struct Tile {
             reinterpret_cast<uint4*>(x + row * X_PITCH)[at] = reinterpret_cast<const uint4*>(from)[at];
     }
 
-    // What the products of a block take. Lanes g have row `row` of x.
-    __device__ __forceinline__ void load(u32 (&words)[4][4], uint2 (&columns)[8], int stage, int group, int row) const {
-        u32 from = shared(w + (stage * 2 + lane / 8 % 2) * HALF) + group * 1024 + lane % 8 * 128;
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            u32 at = from + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
-            load_matrices(at, words[pair][0], words[pair][1], words[pair][2], words[pair][3]);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            columns[i] = *reinterpret_cast<const uint2*>(x + row * X_PITCH + group * 256 + i * 32 + lane % 4 * 8);
+    // `take(group, sums)` of each block of the warp. Lanes g have row `row` of x.
+    template <class Take>
+    __device__ __forceinline__ void multiply_all(int stage, int row, Take take) const {
+        u32 from = shared(w + stage * 2 * HALF);
+        auto load = [&](u32 (&words)[4][4], int group) { load_words(words, from + group * 1024, HALF); };
+        ::multiply_all<GROUPS>(load, x + row * X_PITCH + lane % 4 * 8, take);
     }
 };
-
-// `take(group, sums)` of each block of the warp, two of which are multiplied at once.
-template <class Take>
-__device__ __forceinline__ void multiply_all(const Tile& tile, int stage, int row, Take take) {
-#pragma unroll
-    for (int group = 0; group < GROUPS; group += 2) {
-        u32 words[2][4][4];
-        uint2 columns[2][8];
-        float sums[2][4];
-        int last = min(group + 1, GROUPS - 1);
-        tile.load(words[0], columns[0], stage, group, row);
-        tile.load(words[1], columns[1], stage, last, row);
-        multiply(sums[0], words[0], columns[0]);
-        multiply(sums[1], words[1], columns[1]);
-        take(group, sums[0]);
-        if (last > group) take(last, sums[1]);
-    }
-}
 
 // Up to 8 rows of x that have chosen an expert, as columns of a product. Without lists x has no more than 8, and the
 // first place of an expert has the columns of all.
@@ -206,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
     for (int tile = 0; tile < TILES; ++tile) {
         int stage = tile % STAGES;
         wait(own.barriers + stage, tile / STAGES % 2);
-        multiply_all(own, stage, min(lane / 4, columns.count - 1), [&](int group, const float (&found)[4]) {
+        own.multiply_all(stage, min(lane / 4, columns.count - 1), [&](int group, const float (&found)[4]) {
             float(*to)[ROWS] = sums[warp * GROUPS + group];
             *reinterpret_cast<float2*>(&to[lane / 4][lane % 4 * 2]) = make_float2(found[0], found[1]);
             *reinterpret_cast<float2*>(&to[lane / 4 + 8][lane % 4 * 2]) = make_float2(found[2], found[3]);
@@ -244,7 +202,8 @@ extern "C" __global__ void __maxnreg__(72) sum_down(
     int from = static_cast<int>(expert) * work.size_n + first;
     own.ask(&w_map, from, 8, 0);
     const float* scales = work.scales + (expert * GROUPS + min(lane, GROUPS - 1)) * work.scale_columns;
-    Added added(work, row, first);
+    bool adds = threadIdx.x < 16;
+    Added added(work, row, first, adds);
     float scale = scales[first / work.scale_rows];
     wait_for_kernels_before();
     own.take_x(work.x + static_cast<long long>(place) * work.x_stride, 0);
@@ -253,7 +212,7 @@ extern "C" __global__ void __maxnreg__(72) sum_down(
     for (int tile = 0; tile < TILES; ++tile, first += 16) {
         wait(own.barriers, tile % 2);
         float upper = 0.0f, lower = 0.0f;
-        multiply_all(own, 0, 0, [&](int group, const float (&found)[4]) {
+        own.multiply_all(0, 0, [&](int group, const float (&found)[4]) {
             float of_group = __shfl_sync(0xffffffff, scale, group);
             upper = __fmaf_rn(found[0], of_group, upper);
             lower = __fmaf_rn(found[2], of_group, lower);
@@ -272,6 +231,6 @@ extern "C" __global__ void __maxnreg__(72) sum_down(
         __syncthreads();
         if (warp > 0) continue;
         added.add_up(work, to);
-        if (more) added = Added(work, row, first + 16);
+        if (more) added = Added(work, row, first + 16, adds);
     }
 }

@@ -6,18 +6,20 @@
 
 #include "bfloat16.cuh"
 
-// What is added to the results of 16 columns of a row, of which each of the first 16 threads has one.
+// What is added to the results of 16 columns of a row, of which each thread of half a warp has one.
 struct Added {
-    long long at;  // of the lane's column among all
+    long long at;  // of the thread's column among all
     int row, first;
+    bool adds;  // whether the thread's half has a row
     float residual = 0.0f, beside = 0.0f, norm = 0.0f, weights[TOP_K];
 
     // Reads it. `first`: of the columns.
     template <class Work>
-    __device__ __forceinline__ Added(const Work& work, int row, int first) : row(row), first(first) {
-        int lane = threadIdx.x % 32;
+    __device__ __forceinline__ Added(const Work& work, int row, int first, bool adds)
+        : row(row), first(first), adds(adds) {
+        int lane = threadIdx.x % 16;
         at = static_cast<long long>(row) * work.size_n + first + lane;
-        if (threadIdx.x >= 16) return;
+        if (!adds) return;
         residual = bfloat16(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
         norm = WIDE ? static_cast<const float*>(work.norm)[first + lane]
                     : bfloat16(static_cast<const u16*>(work.norm)[first + lane]);
@@ -26,12 +28,12 @@ struct Added {
         for (int i = 0; i < TOP_K; ++i) weights[i] = work.weights[row * TOP_K + i];
     }
 
-    // By the first warp. `results` are of each expert, rounded.
+    // By a whole warp. `results` are of each expert, rounded.
     template <class Work>
     __device__ __forceinline__ void add_up(const Work& work, const float (*results)[16]) const {
-        int lane = threadIdx.x % 32;
+        int lane = threadIdx.x % 16;
         float total = 0.0f, square = 0.0f;
-        if (lane < 16) {
+        if (adds) {
 #pragma unroll
             for (int i = 0; i < TOP_K; ++i) total = __fmaf_rn(weights[i], results[i][lane], total);
             if constexpr (SHARED) total = bfloat16(rounded(bfloat16(rounded(total)) + beside));
@@ -43,6 +45,6 @@ struct Added {
         }
 #pragma unroll
         for (int step = 8; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffff, square, step);
-        if (lane == 0) work.squares[first / 16 * work.num_rows + row] = square;
+        if (adds && lane == 0) work.squares[first / 16 * work.num_rows + row] = square;
     }
 };
