@@ -69,6 +69,8 @@ SMALL = (384, 640)
 LARGE = {"fp8, rows": (6144, 4096), "int4": (4096, 14336)}
 PRODUCTS = [  # numbers of rows for each kernel, and for each padding of `packed_products`
     *((kind, rows, Order.FRAGMENTS, SMALL) for kind in KINDS for rows in (1, 9, 40, 90)),
+    *((kind, rows, Order.FRAGMENTS, SMALL) for kind in ("fp8, rows", "fp8, blocks") for rows in (24, 27)),
+    *(("fp8, blocks", rows, Order.FRAGMENTS, (2048, 4096)) for rows in (16, 32)),
     *((kind, rows, Order.FRAGMENTS, LARGE[kind]) for kind in LARGE for rows in (4, 12, 32, 128)),
     *((kind, rows, Order.ROWS, SMALL) for kind in KINDS for rows in (1, 9, 64)),
     *(("fp8, rows", rows, Order.ROWS, SMALL) for rows in (17, 100)),
@@ -100,9 +102,9 @@ def test_products(kind: str, rows: int, order: Order, shape: tuple[int, int]) ->
 
 
 @ON_HOPPER
-@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize("rows", [1, 8, 16, 23, 32])
 def test_another_matrix_beside(rows: int) -> None:
-    """In one launch with up to 16 rows of x."""
+    """In one launch with up to 24 rows of x."""
     weight = weight_of("fp8, blocks", 1536, 2048).in_fragments()
     matrix, values = (torch.randn(count, 2048, device="cuda", dtype=BFLOAT) for count in (64, rows))
     parts = values.float().square().view(rows, 128, -1).sum(2).t().contiguous()

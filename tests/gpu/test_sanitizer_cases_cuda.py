@@ -190,17 +190,18 @@ def wide_linear() -> list[Tensor]:
     return [gates, best.max(0).values]
 
 
-def packed(rows: int, kind: str, size_k: int) -> list[Tensor]:
+def packed(rows: int, kind: str, size_k: int, kernel: type = PackedProducts) -> list[Tensor]:
     """All that a linear does with a weight in fragment order."""
     x, weight = drawn(rows, size_k, dtype=BFLOAT), weight_of(kind, 384, size_k).in_fragments()
-    assert isinstance(weight.cut(x, False), PackedStream if rows <= 16 else PackedProducts)
+    assert isinstance(weight.cut(x, False), kernel)
     norm = Norm(drawn(384, dtype=BFLOAT), 1e-5)
     total = linear_add(x, weight, drawn(rows, 384, dtype=BFLOAT), norm)
     return [fused_linear(x, weight, gated=True), linear_logits(x, weight), total.values, total.normalised()]
 
 
 def packed_stream() -> list[Tensor]:
-    return [*packed(3, "fp8, rows", 640), *packed(9, "int4, zero points", 640)]
+    cases = ((3, "fp8, rows"), (9, "int4, zero points"), (27, "fp8, blocks"))
+    return [out for case in cases for out in packed(*case, 640, PackedStream)]
 
 
 def packed_stream_every_lane_arrives() -> list[Tensor]:

@@ -51,6 +51,9 @@ RUNS = {
     ),
     "fp8, groups, a gate, cluster": Run(Case(1, 352, 1536, 8, 128), gated=True, cluster=2, stages=4),
     "int4, all stages of a small weight": Run(Case(8, 16, 1024, 4, 128, scales=BFLOAT), stages=16, warps=16, early=1),
+    "fp8, blocks, 27 rows, an addition, cluster": Run(
+        Case(27, 112, 1024, 8, 128, 128), adds=True, cluster=2, stages=3, wide_norm=True
+    ),
     "fp8, K of three steps": Run(Case(2, 96, 2240, 8), scaled=True, tiles=2, warps=16, dtype=torch.float32),
 }
 
@@ -136,7 +139,7 @@ def random_run(seed: int) -> tuple[Run, int]:
     draw = Random(seed)
     form, rows, warps, cluster = (
         draw.choice(FORMATS),
-        draw.randint(1, 16),
+        draw.randint(1, 32),
         draw.choice((8, 16)),
         draw.choice((1, 1, 2, 4)),
     )
@@ -199,15 +202,16 @@ def assert_product(emulator: CudaEmulator, run: Run) -> None:
 
 
 @pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize(("rows", "of_beside", "scaled"), [(1, 6, True), (5, 3, True), (11, 9, False)])
+@pytest.mark.parametrize(("rows", "of_beside", "scaled"), [(1, 6, True), (5, 3, True), (11, 9, False), (23, 5, True)])
 def test_another_matrix_beside(emulator: CudaEmulator, rows: int, of_beside: int, scaled: bool) -> None:
-    """More rows than programs, or fewer."""
+    """More rows than programs, or fewer; more rows of x than warps multiply at once."""
     run = Run(Case(rows, 256, 512, 8, 128, 128), scaled=scaled, parts=70)
     weight, (x, _, written) = in_guarded_memory(weight_of(run.case).in_fragments()), inputs(run)
     matrix = guarded(torch.randn(of_beside, 512).to(BFLOAT))
     cut = cut_of(run, weight.packing)
     assert cut.takes_beside(matrix) and not cut._replace(cluster=2).takes_beside(matrix)
     assert not cut._replace(leaves_room=True).takes_beside(matrix) and not cut.takes_beside(matrix.float())
+    assert not cut._replace(rows=32).takes_beside(matrix), "too few registers"
     call, results = call_of(x, weight.data, False, None, BFLOAT, cut.block_n), []
     for seed, beside in enumerate((Beside(matrix, guarded(torch.empty(rows, of_beside, dtype=BFLOAT))), None)):
         emulator.seed, emulator.written_before = seed, written
@@ -264,6 +268,20 @@ def test_the_division_of_an_8b_model() -> None:
     for weight in (FP8, INT4):
         assert chosen(8, 4096, 14336, weight) is not None
         assert chosen(9, 4096, 14336, weight) is None, "packed_products is faster"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_division_of_short_rows_and_of_more_rows_of_x() -> None:
+    """The linears around attention of Qwen3-Next-80B-A3B: benchmarks/results/choosing/packed_stream_rows_h200.txt."""
+    for rows in (1, 8, 9, 16, 17, 24, 25, 32):
+        assert chosen(rows, 12288, 2048, FP8) == PackedStream(4, 4, packed.padded(rows), warps=8)
+        assert chosen(rows, 2048, 4096, FP8) == PackedStream(4, 4, packed.padded(rows), 1 if rows <= 16 else 2, warps=8)
+    assert chosen(16, 12288, 2048, FP8, gated=True) == PackedStream(4, 2, 16)
+    for shape in ((12288 + 16, 2048), (2048 + 16, 4096), (1024, 8192)):
+        assert chosen(16, *shape, FP8) is not None
+        assert chosen(17, *shape, FP8) is None, "packed_products is faster"
+    assert chosen(17, 1024, 2048, FP8, gated=True) is None and chosen(17, 1024, 2048, INT4) is None
+    assert chosen(33, 1024, 2048, FP8) is None
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,4 +1,4 @@
-"""The kernel of quantised weights in fragment order for 1 to 16 rows of x, in CUDA C++.
+"""The kernel of quantised weights in fragment order for 1 to 32 rows of x, in CUDA C++.
 
 With so few rows a linear takes as long as reading its weight, if little else is done for each byte. So weights lie in
 memory as tensor cores take them, the copy engine brings them in long runs, and x stays in registers. (Gluon in Triton
@@ -22,16 +22,20 @@ from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_stream.cu"
-MOST_ROWS = 16  # of x
+MOST_ROWS = 32  # of x
+_FEW_ROWS = 16  # that any weight which the kernel takes can have
 _CLUSTERS = (1, 2, 4, 8)
 _X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that hold x: half of all
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
 _MOST_STAGES = 4
-_LARGE = 8 << 20  # bytes of a weight
+_SMALL = 8 << 20  # bytes of a weight
+_SHORT_K, _FEW_WARPS = 2048, 8  # columns, of which 8 warps take less time than 16: packed_stream_rows_h200.txt
+_MOST_OF_MORE_ROWS = 24 << 20  # bytes of a weight; a larger one's more than 16 rows of x are `packed_products`' work
 _STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value, where a program has 8 warps: 32 KiB
 _MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
 _MOST_BESIDE, _BESIDE_WARPS = 128, 4  # rows of another matrix, about one for each multiprocessor; of a program
+_BESIDE_ROWS = 24  # of x: with more, a program has too few registers for other warps
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -78,8 +82,8 @@ class PackedStream(NamedTuple):
 
     def takes_beside(self, matrix: Tensor) -> bool:
         """Whether a launch has room for the product of another matrix."""
-        fits = len(matrix) <= _MOST_BESIDE and self.cluster == 1 and not self.leaves_room
-        return fits and matrix.dtype == torch.bfloat16 and matrix.data_ptr() % 16 == 0
+        fits = len(matrix) <= _MOST_BESIDE and self.cluster == 1 and self.rows <= _BESIDE_ROWS
+        return fits and not self.leaves_room and matrix.dtype == torch.bfloat16 and matrix.data_ptr() % 16 == 0
 
     def run(self, call: Call, programs: int, packing: Packing, beside: Beside | None = None) -> None:
         """Launch. Sync: never."""
@@ -135,7 +139,7 @@ class PackedStream(NamedTuple):
 def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
     """Whether the kernel can multiply such a weight, in fragment order, with any number of rows up to 16."""
     known = packing.group in _GROUPS and _scale_type(packing) is not None
-    return known and _cluster(PackedStream(rows=MOST_ROWS), shape[1], packing.group) is not None
+    return known and _cluster(PackedStream(rows=_FEW_ROWS), shape[1], packing.group) is not None
 
 
 def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedStream | None:
@@ -147,9 +151,9 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
         return None
     if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
         return None
-    cut = _division(num_rows, size_k, gated, packing)
+    cut = _division(num_rows, weight.nbytes, size_k, gated, packing)
     known = packing.bits == 4 and packing.group == 128 and packing.zeros is None
-    if cut is None or gated or num_rows > 1 or weight.nbytes >= _LARGE or not known:
+    if cut is None or gated or num_rows > 1 or weight.nbytes >= _SMALL or not known:
         return cut
     return _all_at_once(cut, weight, size_k, num_multiprocessors(x.device))
 
@@ -165,7 +169,7 @@ def _all_at_once(cut: PackedStream, weight: Tensor, size_k: int, multiprocessors
     return cut._replace(stages=stages, early=stages, leaves_room=True)
 
 
-def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
+def _division(num_rows: int, num_bytes: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
     """The fastest one in whole layers on an H200: benchmarks/results/choosing/quantized_layer_first_h200.json.
 
     None where no program holds x, or `packed_products` is faster (packed_stream_h200.json beside it). A program takes a
@@ -173,17 +177,26 @@ def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> Pack
     alone, but a layer takes 3 to 8% more.
     """
     tiles, rows = _STAGE_TILES[packing.bits], padded(num_rows)
+    few_warps = fitted(PackedStream(tiles=tiles, rows=rows, warps=_FEW_WARPS), size_k, gated, packing)
+    if rows > _FEW_ROWS:
+        return few_warps if few_warps is not None and _takes_more_rows(few_warps, num_bytes, gated, packing) else None
     cut = fitted(PackedStream(tiles=tiles // 2, rows=rows), size_k, gated, packing)
-    if cut is None or (rows == MOST_ROWS and cut.cluster > _MOST_OF_16_ROWS):
+    if cut is None or (rows > 8 and cut.cluster > _MOST_OF_16_ROWS):
         return None
-    if packing.bits == 4 and (rows == MOST_ROWS or cut.cluster > 1):
-        return fitted(PackedStream(tiles=tiles, rows=rows, warps=8), size_k, gated, packing)
-    return cut
+    if packing.bits == 4:
+        return few_warps if rows > 8 or cut.cluster > 1 else cut
+    return few_warps if not gated and (size_k <= _SHORT_K or num_bytes <= _SMALL) else cut
+
+
+def _takes_more_rows(cut: PackedStream, num_bytes: int, gated: bool, packing: Packing) -> bool:
+    """More than 16 (choosing/packed_stream_rows_h200.txt). Programs that divide K take long for each 16 rows of W."""
+    most = _MOST_OF_MORE_ROWS if cut.cluster == 1 else _SMALL if cut.cluster == 2 else 0
+    return packing.bits == 8 and not gated and num_bytes <= most
 
 
 def padded(num_rows: int) -> int:
     """Rows of x that products take."""
-    return 8 if num_rows <= 8 else MOST_ROWS
+    return ceil_div(num_rows, 8) * 8
 
 
 def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:

@@ -5,7 +5,7 @@
     quantized_tiles.py    9 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
 
     in fragment order
-    packed_stream.py      up to 16 rows of x: W streams through shared memory, x stays in registers
+    packed_stream.py      up to 16 rows of x, 32 of some W: W streams through shared memory, x stays in registers
     packed_products.py    9 to 128 rows of x: products of warpgroups, W converted in registers meanwhile
 
     in both

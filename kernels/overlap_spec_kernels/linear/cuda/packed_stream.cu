@@ -1,4 +1,4 @@
-// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a).
+// y = x W^T for 1 to 32 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a).
 //
 // A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and
 // keeps the same columns of x in registers from the beginning to the end. For each item, 16 rows of W (or 16 of gate
@@ -30,7 +30,7 @@
 //
 //     BITS        of a value: 4 or 8                       CLUSTER   programs that divide K
 //     K_TILES     K / 64                                   GATED     1: silu(gate) * up, gate's rows first
-//     ROWS        of x, padded: 8 or 16                    ADD       1: add a residual, prepare the norm after it
+//     ROWS        of x, padded: 8, 16, 24 or 32            ADD       1: add a residual, prepare the norm after it
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
@@ -102,7 +102,7 @@ struct Barriers {
 
 struct Common {
     Barriers barriers;
-    float scale_of_row[16];  // of x
+    float scale_of_row[ROWS];  // of x
 };
 
 // The items of a cluster lie side by side.
@@ -222,6 +222,7 @@ __device__ __forceinline__ void turn_x(Operands& x, const Loaded& loaded, char* 
 
 constexpr int BESIDE_WARPS = BESIDE ? 4 : 0;
 constexpr int THREADS = 32 * (WARPS + BESIDE_WARPS);
+constexpr int AT_ONCE = BLOCKS;  // rows of x that such a warp multiplies a row by
 static_assert(BESIDE == 0 || CLUSTER == 1, "programs of a cluster meet in the end");
 
 __device__ __forceinline__ void add_pair(float& sum, u32 one, u32 other) {
@@ -235,18 +236,33 @@ __device__ __forceinline__ float added(float sum) {
     return sum;
 }
 
-__device__ __forceinline__ float product_of(const u16* one, const u16* other) {
-    const uint4 *a = reinterpret_cast<const uint4*>(one), *b = reinterpret_cast<const uint4*>(other);
-    float sum = 0.0f;
+// The sums of a row with rows m.. of x, where past the last row that one comes again.
+__device__ __forceinline__ void multiply_row(float (&sums)[AT_ONCE], const Work& work, int row, int m) {
+    const uint4* of_row = reinterpret_cast<const uint4*>(work.beside + row * K_TILES * 64);
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < K_TILES * 8; i += 32) {
-        uint4 left = a[i], right = b[i];
-        add_pair(sum, left.x, right.x);
-        add_pair(sum, left.y, right.y);
-        add_pair(sum, left.z, right.z);
-        add_pair(sum, left.w, right.w);
+        uint4 left = of_row[i];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const u16* from = work.x + min(m + j, work.num_rows - 1) * work.x_stride;
+            uint4 right = reinterpret_cast<const uint4*>(from)[i];
+            add_pair(sums[j], left.x, right.x);
+            add_pair(sums[j], left.y, right.y);
+            add_pair(sums[j], left.z, right.z);
+            add_pair(sums[j], left.w, right.w);
+        }
     }
-    return added(sum);
+}
+
+// The sum of a row with row m of x becomes the result.
+__device__ __forceinline__ void finish_beside(const Work& work, float sum, int row, int m) {
+    int lane = threadIdx.x % 32;
+    float y = added(sum), squares = 0.0f;
+    if (SCALED) {
+        for (int part = lane; part < work.num_squares; part += 32) squares += square_of(work, m, part);
+        y *= rsqrtf(added(squares) / (K_TILES * 64) + work.eps);
+    }
+    if (lane == 0 && m < work.num_rows) work.beside_out[m * BESIDE + row] = static_cast<u16>(round_bfloat16(y, y));
 }
 
 __device__ __forceinline__ void multiply_beside(const Work& work) {
@@ -254,13 +270,11 @@ __device__ __forceinline__ void multiply_beside(const Work& work) {
     if (row < BESIDE && warp == 0) prefetch_lines(work.beside + row * K_TILES * 64, K_TILES * 128, lane, 32);
     wait_for_kernels_before();
     for (; row < BESIDE; row += gridDim.x) {
-        for (int m = warp; m < work.num_rows; m += BESIDE_WARPS) {
-            float y = product_of(work.beside + row * K_TILES * 64, work.x + m * work.x_stride), squares = 0.0f;
-            if (SCALED) {
-                for (int part = lane; part < work.num_squares; part += 32) squares += square_of(work, m, part);
-                y *= rsqrtf(added(squares) / (K_TILES * 64) + work.eps);
-            }
-            if (lane == 0) work.beside_out[m * BESIDE + row] = static_cast<u16>(round_bfloat16(y, y));
+        for (int m = warp * AT_ONCE; m < work.num_rows; m += BESIDE_WARPS * AT_ONCE) {
+            float sums[AT_ONCE] = {};
+            multiply_row(sums, work, row, m);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) finish_beside(work, sums[j], row, m + j);
         }
     }
 }
