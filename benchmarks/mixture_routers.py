@@ -56,10 +56,9 @@ class Drawn(ctypes.Structure):
 
 @functools.cache
 def _row_code() -> CudaCode:
-    """Of drawn_row.cu, which includes headers of the package."""
-    paths = (ROW_SOURCE.with_name(name) for name in ("route_row.cuh", "bfloat16.cuh"))
-    headers = tuple((path.name, path.read_text()) for path in paths)
-    return CudaCode(Path(__file__).with_name("drawn_row.cu"), headers=headers)
+    """Of drawn_row.cu, which includes a header of the package."""
+    header = ROW_SOURCE.with_name("route_row.cuh")
+    return CudaCode(Path(__file__).with_name("drawn_row.cu"), headers=((header.name, header.read_text()),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from overlap_spec_kernels.nvrtc import runs_hopper
+from overlap_spec_kernels.recurrent import delta_window
 from overlap_spec_kernels.recurrent.gated_delta import (
     DeltaRows,
     DeltaState,
@@ -223,6 +225,31 @@ def test_a_graph_has_any_prompt_and_any_output(sizes: Sizes) -> None:
         assert torch.equal(out[:end], expected) and not out[end:].any()
         assert captured.memory[[0, 1, 2, 4]].isnan().all() and captured.position.tolist() == [0, 0, 0, end, 0]
         assert all(torch.equal(one[3], other[3]) for one, other in zip(captured[:2], eager[:2], strict=True))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_one_launch_has_the_bits_of_two(sizes: Sizes, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, of Gated DeltaNet: whatever requests have had accepted, in windows of any width."""
+    weights, draw, slots = sizes.weights(), torch.Generator().manual_seed(1), [3, 1, 0]
+    weights = weights._replace(conv=weights.conv.bfloat16())
+    one, two = (_in_type(sizes.state(), torch.bfloat16) for _ in range(2))
+    one, two = (state._replace(memory=state.memory.to(stored)) for state in (one, two))
+    prompt = placed(sizes.rows(2, 15).bfloat16(), [0] * 3, slots, are_prompts=True)
+    assert torch.equal(gated_delta(one, weights, prompt), gated_delta(two, weights, prompt))
+    starts, width = torch.full((3,), 5), 0
+    for step in range(10):
+        starts = starts + torch.randint(0, width + 1, (3,), generator=draw)
+        width = step % WIDTH + 1
+        rows = placed(sizes.rows(step, 3 * width).bfloat16(), starts.tolist(), slots)
+        rows = apart(rows, sizes) if step % 3 else rows
+        with compilations() as compiled:
+            found = gated_delta(two, weights, rows)
+        assert "_recur_kernel" not in compiled or sizes.gates == 1 or not runs_hopper(PLACE)
+        with monkeypatch.context() as patch:
+            patch.setattr(delta_window, "takes", lambda *_: False)
+            assert torch.equal(found, gated_delta(one, weights, rows)), (step, width)
+        for name, left, right in zip(DeltaState._fields, one, two, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
 
 
 def _in_type(state: DeltaState, dtype: torch.dtype) -> DeltaState:

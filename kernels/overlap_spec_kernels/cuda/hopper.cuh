@@ -272,13 +272,28 @@ __device__ __forceinline__ float exp2_of(float x) {
     return result;
 }
 
-// silu(gate) * up, by the instructions that Triton makes of `gate / (1.0 + exp(-gate)) * up`: the same bits.
-__device__ __forceinline__ float gated(float gate, float up) {
-    float power, swish;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, __int_as_float(0x3fb8aa3b))));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(swish) : "f"(gate), "f"(__fadd_rn(1.0f, power)));
-    return __fmul_rn(swish, up);
+// By the instructions that Triton makes of a / b, exp(x) and sqrt(x): the same bits.
+__device__ __forceinline__ float quotient(float a, float b) {
+    float result;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
 }
+
+__device__ __forceinline__ float exponential(float x) {
+    float result;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(__fmul_rn(x, __int_as_float(0x3fb8aa3b))));
+    return result;
+}
+
+__device__ __forceinline__ float root_of(float x) {
+    float result;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+__device__ __forceinline__ float silu(float x) { return quotient(x, __fadd_rn(1.0f, exponential(0.0f - x))); }
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fmul_rn(silu(gate), up); }
 
 // ---- counters in global memory, by which programs wait for each other ----
 

@@ -13,6 +13,8 @@ token comes from:
 
 The last rows that are convolved stay in registers, and the next one is loaded while a token is computed. Columns read
 the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
+Gated DeltaNet's on Hopper has one launch with these bits (`delta_window.py`).
+
 Output that is computed again is such a sequence, too: of any length, and all of it is in the state that is kept. All
 its rows are known, which makes it shorter on Hopper (`replay.py`).
 
@@ -39,6 +41,7 @@ from overlap_spec_kernels.launch import (
     next_power_of_2,
     require,
 )
+from overlap_spec_kernels.recurrent import delta_window
 from overlap_spec_kernels.recurrent.prompt_chunks import recur_over_prompts
 from overlap_spec_kernels.recurrent.replay import replay, replays
 from overlap_spec_kernels.recurrent.row import ADDS_UP, COLUMNS, new_row, old_row, silu, silu_sum, softplus, weights_of
@@ -117,6 +120,10 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     most = state.window.shape[1]
     width = len(projected) // max(batch, 1) if is_window else 0
     require(width <= most or not is_window, "projected", f"up to {most} rows of a window")
+    sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
+    sizes["G"] = gates
+    if (out := _in_one_launch(state, weights, rows._replace(projected=projected), of_gates, sizes)) is not None:
+        return out
     new = projected.new_empty if rows.drawn is None else projected.new_zeros  # other rows have no request
     found = new(len(projected), num_heads * value_dim)
     if not batch:
@@ -126,8 +133,6 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
     out, runs = torch.empty_like(found), [rows.slots if rows.row_starts is None else rows.row_starts]
     runs += [] if rows.drawn is None else [rows.drawn]
-    sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
-    sizes["G"] = gates
     of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
     for starts in runs:  # of windows they are not read
         places = (projected, rows.slots, rows.positions, starts, *state, counts)
@@ -152,6 +157,18 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
             IS_WINDOW=is_window, **pdl,
         )  # fmt: skip
     return out
+
+
+def _in_one_launch(
+    state: DeltaState, weights: DeltaWeights, rows: DeltaRows, of_gates: Tensor, sizes: dict[str, int]
+) -> Tensor | None:  # fmt: skip
+    """What `gated_delta` returns, of windows that `delta_window` takes."""
+    if rows.row_starts is not None or weights.bias is not None:
+        return None
+    given = delta_window.Windows(rows.projected, of_gates, rows.slots, rows.positions, *state, *weights[:4])
+    if not delta_window.takes(given, sizes):
+        return None
+    return delta_window.run(given, sizes, weights.eps, rows.gates is not None)
 
 
 def _aligned(rows: Tensor) -> Tensor:

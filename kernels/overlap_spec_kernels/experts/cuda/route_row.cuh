@@ -72,19 +72,7 @@ __device__ __forceinline__ void take_logits(float (&logits)[EACH], const Work& w
     } while (missing);
 }
 
-// ---- arithmetic, by the instructions that Triton makes ----
-
-__device__ __forceinline__ float quotient(float a, float b) {
-    float result;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-
-__device__ __forceinline__ float exponential(float x) {
-    float result;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(__fmul_rn(x, __int_as_float(0x3fb8aa3b))));
-    return result;
-}
+// ---- arithmetic ----
 
 __device__ __forceinline__ void take_row(float (&values)[4], const float* row) {
 #pragma unroll
@@ -105,9 +93,7 @@ __device__ __forceinline__ float sum_of_row(const float (&values)[4]) {
 }
 
 __device__ __forceinline__ float scale_of_row(const float (&squares)[4], float eps) {
-    float root;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(quotient(sum_of_row(squares), HIDDEN) + eps));
-    return quotient(1.0f, root);
+    return quotient(1.0f, root_of(quotient(sum_of_row(squares), HIDDEN) + eps));
 }
 
 __device__ __forceinline__ float lower(u32 pair) { return __uint_as_float(pair << 16); }

@@ -6,7 +6,7 @@
 
 // Of the sums of squares of its parts, at most 128, by a warp. `size`: columns of the row.
 __device__ __forceinline__ float scale_of_row(const float* squares, int parts, int size, float eps) {
-    float sums[4], root, scale;
+    float sums[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int part = i * 32 + threadIdx.x % 32;
@@ -18,10 +18,7 @@ __device__ __forceinline__ float scale_of_row(const float* squares, int parts, i
         for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(0xffffffff, sums[i], step));
     }
     float sum = __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(root) : "f"(sum), "f"(static_cast<float>(size)));
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(__fadd_rn(root, eps)));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(scale) : "f"(1.0f), "f"(root));
-    return scale;
+    return quotient(1.0f, root_of(__fadd_rn(quotient(sum, static_cast<float>(size)), eps)));
 }
 
 // Two values times the scale, rounded.

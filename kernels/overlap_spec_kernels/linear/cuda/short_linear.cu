@@ -90,8 +90,7 @@ __device__ __forceinline__ void scale_rows(const Work& work, float (&scale_of_ro
         for (int i = 0; i < ROUNDS; ++i) total = __fadd_rn(total, squares[i]);
     }
     for (int lanes : {2, 1, 4}) total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lanes));
-    float mean;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(total), "f"(static_cast<float>(SIZE_K)));
+    float mean = quotient(total, SIZE_K);
     if (eighth == 0 && row < ROWS) scale_of_row[row] = rsqrtf(__fadd_rn(mean, work.eps));
 }
 
