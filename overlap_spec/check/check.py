@@ -65,7 +65,7 @@ META = torch.device("meta")
 QUANTISED = {
     Order.ROWS: "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers;"
     " more rows dequantize, then a BLAS",
-    Order.FRAGMENTS: "up to 16 or 32 rows packed_stream, 9 to 128 packed_products (CUDA C++), dequantised in registers;"
+    Order.FRAGMENTS: "up to 16 or 32 rows packed_stream, 9 to 128 packed_products, 8 bits to 2,048 (CUDA C++);"
     " more rows dequantize, then a BLAS",
 }
 EXPERTS = "experts_mlp (Triton), grouped on the device; few bits become 16 in registers"

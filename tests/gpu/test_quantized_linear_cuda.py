@@ -9,6 +9,7 @@ from overlap_spec_kernels import (
     DenseWeight,
     Norm,
     Normed,
+    OrderedQuantizedWeight,
     compiling_together,
     fused_linear,
     linear_add,
@@ -76,6 +77,8 @@ PRODUCTS = [  # numbers of rows for each kernel, and for each padding of `packed
     *(("fp8, rows", rows, Order.ROWS, SMALL) for rows in (17, 100)),
     *(("fp8, rows", rows, Order.ROWS, LARGE["fp8, rows"]) for rows in (4, 64)),
     *((kind, 200, order, SMALL) for kind in LARGE for order in Order),
+    *(("fp8, rows", rows, Order.FRAGMENTS, LARGE["fp8, rows"]) for rows in (300, 1000)),
+    ("fp8, blocks", 330, Order.FRAGMENTS, SMALL),
     ("int4, zero points", 60, Order.FRAGMENTS, SMALL),
 ]
 
@@ -204,6 +207,19 @@ def test_the_order_of_a_loaded_weight(size_n: int, order: Order, kernel: type | 
     x = torch.randn(5, 640, device="cuda", dtype=BFLOAT)
     assert isinstance(weight.cut(x, False), kernel or type(None))
     assert_near(fused_linear(x, weight), x.double() @ matrix_of(weight).t())
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("shape", [(4096, 2048), (6144, 2048)], ids=["K in parts", "K whole"])
+def test_with_the_flag_blocks_of_rows_have_the_bits_of_a_matrix(shape: tuple[int, int]) -> None:
+    weight = OrderedQuantizedWeight.of(weight_of("fp8, rows", *shape).in_fragments())
+    x, residual = (torch.randn(2100, size, device="cuda", dtype=BFLOAT) for size in reversed(shape))
+    norm = Norm(torch.rand(shape[0], device="cuda").to(BFLOAT), 1e-5)
+    many = weight.product(x), weight.gated(x), *weight.add(x, residual, norm)[:2]
+    for count in (100, 150, 300, 500, 900):
+        found = weight.add(x[:count], residual[:count], norm)
+        for some, all_ in zip((weight.product(x[:count]), weight.gated(x[:count]), *found[:2]), many, strict=True):
+            assert torch.equal(some, all_[:count]), count
 
 
 @ON_HOPPER

@@ -48,6 +48,7 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     """In place of a GPU of six multiprocessors."""
     products._kernel.cache_clear()
     monkeypatch.setattr(products, "num_multiprocessors", lambda device: 6)
+    monkeypatch.setattr(products, "ways_of_blocks", lambda form: ())
     cuda_emulator.multiprocessors = 6
     cuda_emulator.install(monkeypatch, products)
     yield cuda_emulator
@@ -94,8 +95,10 @@ class Case(NamedTuple):
 
 
 # Rows that do not fill their tiles; tiles of W past its end; K of fewer stages than the ring has, and of half a stage
-# more; parts of K of different lengths; more tiles than multiprocessors; two programs that share x.
+# more; parts of K of different lengths; more tiles than multiprocessors; two programs that share x; blocks of rows, of
+# which the last one's results are in parts.
 CASES = [
+    Case("fp8, rows", 117, 480, 320, PackedProducts(32, 1, 2, splits=2, cluster=2, row_blocks=4, whole=2)),
     Case("fp8, rows", 21, 480, 320, PackedProducts(32, 1, 2, splits=2, cluster=2)),
     Case("int4, zero points", 17, 352, 640, PackedProducts(32, 2, 3, cluster=2)),
     Case("int4, groups of 64", 50, 2080, 448, PackedProducts(64, 1, 2, splits=3)),
@@ -106,6 +109,8 @@ CASES = [
     Case("int4, groups of 32", 64, 416, 448, PackedProducts(64, 2, 2, splits=4)),
     Case("fp8, rows", 5, 480, 704, PackedProducts(16, 1, 3, warpgroups=1, by_warps=True)),
     Case("fp8, rows", 31, 416, 320, PackedProducts(32, 1, 2, by_warps=True)),
+    Case("fp8, blocks", 70, 288, 640, PackedProducts(32, 1, 2, splits=2, row_blocks=3, whole=2)),
+    Case("int4", 89, 416, 384, PackedProducts(48, 1, 2, splits=3, cluster=2, row_blocks=2)),
 ]
 
 
@@ -167,8 +172,15 @@ def test_a_row_has_one_class_of_bits(emulator: CudaEmulator, cut: PackedProducts
     assert torch.equal(product(cut, x[:count], weight, gated).values, expected[:count])
 
 
+IN_PARTS = [
+    PackedProducts(16, 1, 2, splits=3, by_warps=True),
+    PackedProducts(32, 1, 2, splits=3),
+    PackedProducts(48, 1, 2, cluster=2, row_blocks=3, splits=3),
+]
+
+
 @pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("cut", [PackedProducts(16, 1, 2, splits=3, by_warps=True), PackedProducts(32, 1, 2, splits=3)])
+@pytest.mark.parametrize("cut", IN_PARTS)
 def test_parts_of_k_are_those_of_many_rows(
     emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, cut: PackedProducts
 ) -> None:
@@ -182,10 +194,11 @@ def test_parts_of_k_are_those_of_many_rows(
     emulator.written_before = [x]
     many.run(Call(x, values, None, 0.0, False, out), many.num_programs(values, False), packing.scales[0])
     weight = Weight(data, packing, values)
+    count = min(cut.rows * cut.row_blocks, len(x))
     found, whole = (
-        product(each, x[: cut.rows], weight, dtype=torch.float32).values for each in (cut, cut._replace(splits=1))
+        product(each, x[:count], weight, dtype=torch.float32).values for each in (cut, cut._replace(splits=1))
     )
-    assert torch.equal(found, out[: cut.rows]) and not torch.equal(whole, found)
+    assert torch.equal(found, out[:count]) and not torch.equal(whole, found)
     wide._kernel.cache_clear()
 
 
@@ -206,11 +219,20 @@ def as_on_a_gpu(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iter
     wide._kernel.cache_clear()
 
 
+def in_blocks_of_96(form: products.Form) -> tuple[PackedProducts, ...]:
+    return (PackedProducts(96, 1, 2, warpgroups=3),)
+
+
 @pytest.mark.slow_but_every(2)
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("counts", [(7, 40), (1, 12)], ids=str)
-def test_a_norm_between_linears_has_the_bits_of_many_rows(counts: tuple[int, ...]) -> None:
-    """The sum of a linear whose K has parts, and products and gates of its norm; scales are not those of one part."""
+@pytest.mark.parametrize("counts", [(7, 40, 131), (1, 12)], ids=str)
+def test_a_norm_between_linears_has_the_bits_of_many_rows(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    """The sum of a linear whose K has parts, and products and gates of its norm; scales are not those of one part.
+
+    Of 131 rows in blocks as well.
+    """
     output, plain, gate = (
         OrderedQuantizedWeight(*weight_of("fp8, rows", *shape)[:2], BFLOAT)
         for shape in ((192, 512), (96, 192), (224, 192))
@@ -227,6 +249,7 @@ def test_a_norm_between_linears_has_the_bits_of_many_rows(counts: tuple[int, ...
     expected = results(140)
     scaled = F.rms_norm(expected[0].double(), (192,), norm.weight.double(), 1e-5)
     assert_near(expected[5], scaled @ dequantised(*in_rows(plain.data, plain.packing), torch.float64).t())
+    monkeypatch.setattr(products, "ways_of_blocks", in_blocks_of_96)
     for count in counts:
         for found, whole in zip(results(count), expected, strict=True):
             assert torch.equal(found, whole[:count]), count
@@ -293,9 +316,25 @@ def test_the_division_of_an_8b_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == expected, (kind, rows)
 
 
+@pytest.mark.parametrize("kind", ["fp8, rows", "fp8, blocks"])
+@pytest.mark.parametrize("rows", [160, 192, 256, 512, 768, 1024, 2048])
+def test_blocks_of_rows_leave_few_multiprocessors_without_work(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
+) -> None:
+    for name, (size_n, _) in LLAMA_8B.items():
+        cut = chosen(monkeypatch, name, rows, packing := packing_of(kind))
+        assert cut is not None and (form := products.form_of(packing, name == "gate, up")) is not None
+        assert cut.rows * (cut.row_blocks - 1) < rows <= cut.rows * cut.row_blocks
+        results, clusters = cut.num_results(size_n // form.matrices), 132 // cut.cluster
+        last = (results - cut.whole) * cut.splits
+        assert cut.splits == 1 or last <= clusters, "the last round's results wait for others"
+        rounds = cut.whole / clusters + (-(-last // clusters) / cut.splits)
+        assert rows * size_n / form.matrices / (rounds * 132 * cut.rows * cut.columns) > 0.6, (name, cut)
+
+
 def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     packing = packing_of("int4")
-    assert chosen(monkeypatch, "qkv", 8, packing) is None and chosen(monkeypatch, "qkv", 129, packing) is None
+    assert chosen(monkeypatch, "qkv", 8, packing) is None and chosen(monkeypatch, "qkv", 1 << 15, packing) is None
     assert chosen(monkeypatch, "qkv", 32, packing_of("int4", Order.ROWS)) is None
     assert chosen(monkeypatch, "qkv", 32, replace(packing, group=256)) is None
     assert chosen(monkeypatch, "qkv", 32, replace(packing, scales=packing.scales.double())) is None
@@ -348,3 +387,13 @@ def test_no_product_of_one_order_waits_for_registers(
                 codes.add(products.code_of(cut, form))
     for code in codes:
         code._compile()  # what is kept would not warn again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [True, False])
+def test_no_block_of_rows_waits_for_registers(gated: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
+    form = products.form_of(packing_of("fp8, rows"), gated)
+    assert form is not None and len(ways := products.ways_of_blocks(form)) > 2
+    for way in ways:
+        products.code_of(way, form)._compile()

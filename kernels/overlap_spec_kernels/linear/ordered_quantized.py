@@ -3,7 +3,7 @@
 Float8 values with a scale for each row of W are exact in 16 bits. Whatever the rows, they are multiplied as they are,
 and a row's scale multiplies its sums in float32:
 
-    up to 128 rows   packed_products.py, with all of K in each program, where W lies in fragment order
+    up to 2,048 rows packed_products.py, where W lies in fragment order; up to 512 if K has parts
     more             the values become a matrix in a scratch buffer (`dequantize.py`), which wide_linear.py multiplies
 
 There a norm takes no launch of its own, as without the flag: what is written is the sum with the residual, that times

@@ -1,8 +1,12 @@
-"""The kernel of quantised weights in fragment order for 9 to 128 rows of x, in CUDA C++: products of warpgroups.
+"""The kernel of quantised weights in fragment order for 9 rows of x or more, in CUDA C++: products of warpgroups.
 
 64 rows of W are the left operand of a product, converted in registers while the product before it runs, and all rows of
 x the right one. Warpgroups do not wait for each other, so that one multiplies while another one converts. (In Gluon all
 warps of a program wait for each other at every stage.)
+
+Of a weight in 8 bits, more than 128 rows of x are several blocks of rows, which take W from the L2 cache one after
+another. W is converted for each of them. With very many rows that takes longer than to write W in 16 bits once, which a
+BLAS then multiplies. (Of 4 bits it was not measured where that begins.)
 """
 
 from __future__ import annotations
@@ -22,8 +26,14 @@ from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
-_LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
+_LEAST_ROWS, _MOST_ROWS = 9, 128  # of x, in one block
 _PADDED_ROWS = (32, 48, 64, 96, 128)
+_MOST_OF_BLOCKS = 2048  # rows of x in 8 bits; with more, W in 16 bits is about as fast
+_MOST_IN_PARTS = 512  # rows of x if all results are in parts: with more, parts that are added in registers are faster
+# Of blocks of rows, by warpgroups and rows: what a stage of one matrix takes, us. A result takes as long as one stage
+# beside its own, and an exchange of parts so long: choosing/blocks_of_rows_h200.txt.
+_STAGE_US = {(2, 96): 0.64, (2, 128): 0.73, (2, 160): 0.95, (3, 96): 0.84, (3, 128): 1.03}
+_EXCHANGE_US = 10
 # With one order of sums:
 _LEAST_PADDED = 16  # rows of x
 _FEW_ROWS = 8  # of x, that a product of a warp takes
@@ -63,6 +73,7 @@ class _Work(ctypes.Structure):
         ("size_n", ctypes.c_int),
         ("size_k", ctypes.c_int),
         ("num_items", ctypes.c_int),
+        ("whole", ctypes.c_int),
         ("splits", ctypes.c_int),
         ("row_blocks", ctypes.c_int),
         ("num_squares", ctypes.c_int),
@@ -112,14 +123,15 @@ class PackedProducts(NamedTuple):
     rows: int  # of x, padded
     blocks: int  # of 64 columns of the result, of a warpgroup
     stages: int
-    splits: int = 1  # parts of K
+    splits: int = 1  # parts of K, of results behind the first `whole`
     warpgroups: int = 2
     cluster: int = 1  # programs that share the copies of x
     per_sm: int = 1  # programs of a multiprocessor
     early: int = _MOST_STAGES  # stages of W that are asked for before x
-    row_blocks: int = 1  # of `rows`; several only if K is not split and x not scaled
+    row_blocks: int = 1  # of `rows`
     by_warps: bool = False  # products of warps, instead of warpgroups: of 8 bits with scales of rows
     few: bool = False  # up to 8 rows of x, by warps: products of the other rows are left out
+    whole: int = 0  # results of a cluster whose K has no parts
 
     @property
     def block_n(self) -> int:
@@ -131,14 +143,18 @@ class PackedProducts(NamedTuple):
         """Columns of the result of a program."""
         return self.blocks * self.warpgroups * _BLOCK
 
+    def num_results(self, size_n: int) -> int:
+        """Tiles of W times blocks of rows of x, of a cluster."""
+        return ceil_div(ceil_div(size_n, self.columns), self.cluster) * self.row_blocks
+
     def num_items(self, size_n: int) -> int:
-        """Tiles of W times parts of K, of a cluster."""
-        return ceil_div(ceil_div(size_n, self.columns), self.cluster) * self.splits
+        """Those, or their parts of K."""
+        return self.whole + (self.num_results(size_n) - self.whole) * self.splits
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
         clusters = num_multiprocessors(weight.device) * self.per_sm // self.cluster
-        return min(self.num_items(num_columns(weight, gated)) * self.row_blocks, clusters) * self.cluster
+        return min(self.num_items(num_columns(weight, gated)), clusters) * self.cluster
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
@@ -150,11 +166,13 @@ class PackedProducts(NamedTuple):
         assert (_FEW_ROWS if self.few else self.rows * self.row_blocks) >= len(call.x)
         parts = self.parts(call, form)
         arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
+        for each in ways_of_blocks(form) if len(call.x) > _MOST_ROWS else ():
+            each.kernel(form, call.x.device).load()  # what other numbers of rows take, so that none of them waits
         kernel.launch(programs, arguments)
 
     def kernel(self, form: Form, device: torch.device) -> CudaKernel:
         """The kernel, which is compiled at the first call; numbers of parts have the same."""
-        return _kernel(self._replace(splits=1, row_blocks=1), form, device)
+        return _kernel(self._replace(splits=1, row_blocks=1, whole=0), form, device)
 
     def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
         """Of x, W, scales and zero points; what is not there, W's."""
@@ -168,10 +186,10 @@ class PackedProducts(NamedTuple):
         return tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS), w_map, *rest
 
     def parts(self, call: Call, form: Form) -> Tensor | None:
-        """Room for the sums of parts of K. Shapes: -> [tiles, splits, ..] f32."""
+        """Room for the sums of parts of K. Shapes: -> [results, splits, ..] f32."""
         if self.splits == 1:
             return None
-        items = self.num_items(num_columns(call.weight, call.gated)) * self.cluster
+        items = (self.num_items(num_columns(call.weight, call.gated)) - self.whole) * self.cluster
         return call.x.new_empty((items, form.matrices * self.columns, self.rows), dtype=torch.float32)
 
     def work(self, call: Call, packing: Packing, parts: Tensor | None) -> ctypes.Structure:
@@ -193,7 +211,8 @@ class PackedProducts(NamedTuple):
             num_rows=call.x.shape[0],
             size_n=size_n,
             size_k=call.x.shape[1],
-            num_items=self.num_items(size_n) * self.row_blocks,
+            num_items=self.num_items(size_n),
+            whole=self.whole,
             splits=self.splits,
             row_blocks=self.row_blocks,
             num_squares=call.num_squares,
@@ -249,13 +268,16 @@ class PackedProducts(NamedTuple):
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
     """The division for these shapes; None where the kernel does not apply."""
     num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
-    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
+    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_OF_BLOCKS:
         return None
     if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
     if size_n % TILE_ROWS or not runs_hopper(x.device):
         return None
-    return _division(padded(num_rows), form, (size_n, x.shape[1]), num_multiprocessors(x.device))
+    shape, multiprocessors = (size_n, x.shape[1]), num_multiprocessors(x.device)
+    if num_rows <= _MOST_ROWS:
+        return _division(padded(num_rows), form, shape, multiprocessors)
+    return _blocks_of_rows(num_rows, form, shape, multiprocessors)
 
 
 def products_in_one_order(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
@@ -264,10 +286,14 @@ def products_in_one_order(x: Tensor, weight: Tensor, gated: bool, packing: Packi
     Up to 16 rows are multiplied by warps.
     """
     form, size_n = form_of(packing, gated), num_columns(weight, gated)
-    if packing.order is not Order.FRAGMENTS or form is None or form.group or x.shape[0] > _MOST_ROWS:
+    if packing.order is not Order.FRAGMENTS or form is None or form.group or x.shape[0] > _MOST_OF_BLOCKS:
         return None
     if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or size_n % TILE_ROWS:
         return None
+    if x.shape[0] > _MOST_ROWS:
+        if (parts := parts_in_one_order(size_n, x.shape[1], gated)) > 1 and x.shape[0] > _MOST_IN_PARTS:
+            return None
+        return _blocks_of_rows(x.shape[0], form, (size_n, x.shape[1]), num_multiprocessors(x.device), parts)
     rows = next(rows for rows in (_LEAST_PADDED, *_PADDED_ROWS) if rows >= x.shape[0])
     cut = PackedProducts(rows, 1, 0, parts_in_one_order(size_n, x.shape[1], gated))
     by_warps, early = rows <= _LEAST_PADDED, 1 if rows > _ROWS_BEHIND_W else 2 * _MOST_STAGES
@@ -309,6 +335,49 @@ def in_parts(
     """The same with as many parts of K as all run at once, of at least so many stages."""
     at_once = multiprocessors * cut.per_sm // cut.cluster // cut._replace(splits=1).num_items(size_n)
     return cut._replace(splits=max(min(at_once, ceil_div(size_k, _DEPTH) // least), 1))
+
+
+def _blocks_of_rows(
+    num_rows: int, form: Form, shape: tuple[int, int], multiprocessors: int, parts: int = 0
+) -> PackedProducts | None:
+    """The one that takes the least time, of several blocks of rows.
+
+    `parts`: of K, of all results; 0: as many as the last round has programs for.
+    """
+
+    def blocks(way: PackedProducts) -> PackedProducts:
+        cut = way._replace(row_blocks=ceil_div(num_rows, way.rows))
+        return cut._replace(splits=parts) if parts else with_full_rounds(cut, *shape, multiprocessors)
+
+    cuts = [blocks(way) for way in ways_of_blocks(form)]
+    return min(cuts, key=lambda cut: _time(cut, shape, form.matrices, multiprocessors), default=None)
+
+
+@functools.cache
+def ways_of_blocks(form: Form) -> tuple[PackedProducts, ...]:
+    """Those for several blocks of rows, of which three warpgroups share x."""
+    ways = (
+        PackedProducts(rows, 1, 0, warpgroups=groups, cluster=groups - 1, early=1).with_stages(form)
+        for groups, rows in _STAGE_US
+        if form.bits == 8 and (groups == 2 or not form.gated)
+    )
+    return tuple(way for way in ways if way is not None)
+
+
+def with_full_rounds(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> PackedProducts:
+    """The same with as many parts of K of the last round's results as all run at once."""
+    clusters, results = multiprocessors * cut.per_sm // cut.cluster, cut.num_results(size_n)
+    rest = results % clusters or clusters
+    splits = max(min(clusters // rest, ceil_div(size_k, _DEPTH) // _LEAST_STAGES), 1)
+    return cut._replace(splits=splits, whole=results - rest if splits > 1 else 0)
+
+
+def _time(cut: PackedProducts, shape: tuple[int, int], matrices: int, multiprocessors: int) -> float:
+    """What all programs take, us, on an H200."""
+    (size_n, size_k), clusters = shape, multiprocessors // cut.cluster
+    rounds = ceil_div(cut.num_items(size_n) - cut.whole, clusters)
+    stages = (cut.whole // clusters + rounds / cut.splits) * (ceil_div(size_k, _DEPTH) + 1)
+    return stages * matrices * _STAGE_US[cut.warpgroups, cut.rows] + (rounds * _EXCHANGE_US if cut.splits > 1 else 0)
 
 
 def _share(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> float:

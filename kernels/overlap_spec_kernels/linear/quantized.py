@@ -6,7 +6,7 @@
 
     in fragment order
     packed_stream.py      up to 16 rows of x, 32 of some W: W streams through shared memory, x stays in registers
-    packed_products.py    9 to 128 rows of x: products of warpgroups, W converted in registers meanwhile
+    packed_products.py    9 to 128 rows of x, in 8 bits to 2,048: products of warpgroups, W converted meanwhile
 
     in both
     dequantize.py         more rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
@@ -38,6 +38,7 @@ from overlap_spec_kernels.norm.silu_mul import silu_mul
 from overlap_spec_kernels.nvrtc import runs_hopper
 
 MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
+_MOST_ADDED = 128  # rows of x; with more, a kernel of its own reads and adds the residual sooner than the linear
 _WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
 
 
@@ -138,6 +139,8 @@ class QuantizedWeight(PackedWeight):
         return quantized_linear_reference(x, self, True) if self._runs_reference(x) else self._dense().gated(x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if len(x) > _MOST_ADDED:
+            return LinearOperand.add(self, x, residual, norm)
         if norm.weight.dtype != self.dtype and not isinstance(self.cut(x, False), PackedStream):
             return LinearOperand.add(self, x, residual, norm)  # others have norms of their own type
         if out := self._launch(x, False, Addition(residual, norm), self.dtype):

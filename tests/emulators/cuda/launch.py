@@ -143,6 +143,9 @@ class CudaEmulator:
                 made = emulator.code(code.source, code.defines, dict(code.headers))
                 self._kernel, self._threads, self._shared = Kernel(made, name), threads, shared
 
+            def load(self) -> None:
+                """It is compiled when it is made."""
+
             def clusters_at_once(self, size: int) -> int:
                 return max(emulator.multiprocessors // size, 1)
 

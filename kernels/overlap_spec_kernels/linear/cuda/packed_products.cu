@@ -1,4 +1,4 @@
-// y = x W^T for 9 to 128 rows of x on Hopper (sm_90a), where W is stored in 8 or 4 bits, in fragment order.
+// y = x W^T for 9 or more rows of x on Hopper (sm_90a), where W is stored in 8 or 4 bits, in fragment order.
 //
 // W is the left operand of a warpgroup's products: 64 rows of it at a time. A thread reads its own values of W from
 // shared memory, converts them to bfloat16, which is exact, and multiplies from registers. x is the right operand, in
@@ -13,9 +13,9 @@
 // A scale of a group belongs to a row of W. When it changes, the sums are multiplied by old / new, so that no second
 // set of sums is needed; this rounds them once more, as an addition does.
 //
-// K may be split among `splits` programs. Each leaves its sums in global memory, waits until all parts of its tile are
-// there, and adds and finishes a share of them, in the order of the parts. All programs of a launch run at once, or
-// this wait could last forever.
+// K may be split among `splits` programs, of all results or of those that would leave programs without work in the last
+// round. Each leaves its sums in global memory, waits until all parts of its result are there, and adds and finishes a
+// share of them, in the order of the parts. All programs of a launch run at once, or this wait could last forever.
 //
 // The command line defines the names below; `wgmma.h` is written for ROWS. packed_products.py chooses.
 //
@@ -41,15 +41,16 @@ struct Work {
     const u16* norm;          // [N]
     const float* squares;     // [num_squares, T]: sums of squares that x is scaled by, or null
     const float* row_scales;  // [O], without groups
-    float* parts;             // [tiles, splits, ..]: sums of parts of K
-    u32* counters;            // [tiles, WARPGROUPS], zero before and after
+    float* parts;             // [results in parts, splits, ..]: sums of parts of K
+    u32* counters;            // [results in parts, WARPGROUPS], zero before and after
     float eps;
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int size_k;       // K
-    int num_items;    // tiles of W times splits times row_blocks, of a cluster
+    int num_items;    // of a cluster: results, or their parts
+    int whole;        // results that are not in parts, before the others
     int splits;       // parts of K
-    int row_blocks;   // of ROWS rows of x; one if K is split or x is scaled
+    int row_blocks;   // of ROWS rows of x
     int num_squares;
     int residual_stride;
     int is_float;
@@ -94,7 +95,8 @@ constexpr u16 ALL_RANKS = (1 << CLUSTER) - 1;
 struct Barriers {
     u64 full[STAGES];
     u64 empty[STAGES];
-    u64 scaled;  // `RowScales::of_row` is there
+    u64 scaled;  // `RowScales::of_row` is there, for an item after the other
+    u64 used;    // the multiplying warps have read it
 };
 
 struct RowScales {
@@ -102,17 +104,24 @@ struct RowScales {
     float sums[HELPERS][ROWS];
 };
 
-// A part of K of a tile of W, and rows of x. The programs of a cluster take neighbouring tiles and the same part.
+// A result, or a part of K of one: a tile of W, and ROWS rows of x. The programs of a cluster take neighbouring tiles
+// and the same part. Blocks of rows come first, since the L2 cache then gives their tile of W. Parts wait for each other,
+// so they are neighbours.
 struct Item {
-    int row, tile, part, begin, end;  // row: the first one of x; stages begin..end - 1 of K
+    int row, tile, part, parts, begin, end;  // row: the first one of x; stages begin..end - 1 of K
+    int result;                              // among those in parts
 
-    __device__ __forceinline__ Item(const Work& work, int number, int rank) : row(number % work.row_blocks * ROWS) {
-        number /= work.row_blocks;
-        tile = number / work.splits * CLUSTER + rank;
-        part = number % work.splits;
+    __device__ __forceinline__ Item(const Work& work, int number, int rank) {
+        int behind = number - work.whole;
+        parts = behind < 0 ? 1 : work.splits;
+        part = behind < 0 ? 0 : behind % work.splits;
+        number = behind < 0 ? number : work.whole + behind / work.splits;
+        row = number % work.row_blocks * ROWS;
+        tile = number / work.row_blocks * CLUSTER + rank;
+        result = (number - work.whole) * CLUSTER + rank;
         int stages = (work.size_k + DEPTH - 1) / DEPTH;
-        begin = part * stages / work.splits;
-        end = (part + 1) * stages / work.splits;
+        begin = part * stages / parts;
+        end = (part + 1) * stages / parts;
     }
 
     static __device__ __forceinline__ int first() { return blockIdx.x / CLUSTER; }
@@ -198,16 +207,15 @@ __device__ __forceinline__ void copy_all(const Maps& maps, const Work& work, cha
 
 // ---- the other warps of its warpgroup ----
 
-// The norm's scales of rows of x, from the sums of squares of its parts.
-__device__ __forceinline__ void scale_rows(const Work& work, RowScales& scales, u64* scaled) {
+// The norm's scales of an item's rows of x, from the sums of squares of its parts.
+__device__ __forceinline__ void scale_rows(const Work& work, RowScales& scales, int first_row) {
     int helper = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
-    wait_for_kernels_before();
     for (int m = lane; m < ROWS; m += 32) {
         float sum = 0;
-        if (m < work.num_rows) {
+        if (first_row + m < work.num_rows) {
 #pragma unroll 8
             for (int part = helper; part < work.num_squares; part += HELPERS)
-                sum += work.squares[part * work.num_rows + m];
+                sum += work.squares[part * work.num_rows + first_row + m];
         }
         scales.sums[helper][m] = sum;
     }
@@ -216,7 +224,21 @@ __device__ __forceinline__ void scale_rows(const Work& work, RowScales& scales, 
         float sum = scales.sums[0][m] + scales.sums[1][m] + scales.sums[2][m];
         scales.of_row[m] = work.squares == nullptr ? 1.0f : rsqrtf(sum / work.size_k + work.eps);
     }
-    arrive(scaled);
+}
+
+__device__ __forceinline__ void scale_all(const Work& work, RowScales& scales, Barriers* barriers, u32 rank) {
+    wait_for_kernels_before();
+    int scaled = -1;
+    u32 parity = 1;
+#pragma unroll 1
+    for (int number = Item::first(); number < work.num_items; number += Item::step(), parity ^= 1) {
+        Item item(work, number, rank);
+        wait(&barriers->used, parity);
+        if (item.row != scaled) scale_rows(work, scales, item.row);
+        arrive(&barriers->scaled);
+        if (scaled < 0) prefetch_addends(work, item);
+        scaled = item.row;
+    }
 }
 
 // ---- the warpgroups that multiply ----
@@ -328,13 +350,16 @@ __device__ __forceinline__ void multiply_all(
     int group = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
     Staging staging(ring + STAGES * STAGE_PITCH, group);
     Place place;
-    for (int number = Item::first(); number < work.num_items; number += Item::step()) {
+    u32 parity = 0;
+    for (int number = Item::first(); number < work.num_items; number += Item::step(), parity ^= 1) {
         Item item(work, number, rank);
         Sums sums;
         begin_sums(sums, work, item, group);
         multiply_item(sums, item, ring, barriers, place, group);
-        wait(&barriers->scaled, 0);
+        wait(&barriers->scaled, parity);
         finish(sums, work, item, row_scales.of_row, staging);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&barriers->used);
     }
 }
 
@@ -354,6 +379,7 @@ __cluster_dims__(CLUSTER, 1, 1) packed_products(
             set_up(&barriers.empty[stage], WARPGROUPS * 4 * CLUSTER);
         }
         set_up(&barriers.scaled, HELPERS * 32);
+        set_up(&barriers.used, WARPGROUPS * 4);
         show_barriers_to_cluster();
     }
     meet_cluster();
@@ -362,10 +388,7 @@ __cluster_dims__(CLUSTER, 1, 1) packed_products(
         give_registers<COPY_REGISTERS>();
         Maps maps{&x_map, &w_map, &scales_map, &zeros_map};
         if (threadIdx.x == 0) copy_all(maps, work, ring, &barriers, rank);
-        if (threadIdx.x >= 32) {
-            scale_rows(work, row_scales, &barriers.scaled);
-            if (Item::first() < work.num_items) prefetch_addends(work, Item(work, Item::first(), rank));
-        }
+        if (threadIdx.x >= 32) scale_all(work, row_scales, &barriers, rank);
         __syncwarp();
     } else {
         take_registers<MULTIPLY_REGISTERS>();

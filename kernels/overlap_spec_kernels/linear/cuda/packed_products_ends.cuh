@@ -51,23 +51,23 @@ __device__ __forceinline__ void begin_sums(Sums& sums, const Work& work, const I
 
 // ---- parts of K ----
 
-__device__ __forceinline__ float4* part_of(const Work& work, int tile, int part, int group) {
-    long long number = (static_cast<long long>(tile) * work.splits + part) * WARPGROUPS + group;
+__device__ __forceinline__ float4* part_of(const Work& work, const Item& item, int part, int group) {
+    long long number = (static_cast<long long>(item.result) * work.splits + part) * WARPGROUPS + group;
     return reinterpret_cast<float4*>(work.parts + number * PART_SUMS) + threadIdx.x % 128;
 }
 
 // Leave the sums of this part, and wait for the others.
 __device__ __forceinline__ void exchange_parts(const Sums& sums, const Work& work, const Item& item, int group) {
-    float4* target = part_of(work, item.tile, item.part, group);
+    float4* target = part_of(work, item, item.part, group);
 #pragma unroll
     for (int i = 0; i < TILES * SUMS / 4; ++i) {
         const float* four = sums.of[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
         Pair scale = sums.scale[i / (SUMS / 4)];
         float2 upper = {four[0] * scale.upper, four[1] * scale.upper};
         float2 lower = {four[2] * scale.lower, four[3] * scale.lower};
-        if (i % (SUMS / 4) * 8 < work.num_rows) target[i * 128] = {upper.x, upper.y, lower.x, lower.y};
+        if (item.row + i % (SUMS / 4) * 8 < work.num_rows) target[i * 128] = {upper.x, upper.y, lower.x, lower.y};
     }
-    u32* counter = work.counters + item.tile * WARPGROUPS + group;
+    u32* counter = work.counters + item.result * WARPGROUPS + group;
     meet_threads(group + 1, 128);
     if (threadIdx.x % 128 == 0) {
         count(counter);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_parts(float* four, const Work& work, const I
     float4 total = {0, 0, 0, 0};
 #pragma unroll 4
     for (int part = 0; part < work.splits; ++part) {
-        float4 sums = part_of(work, item.tile, part, group)[place * 128];
+        float4 sums = part_of(work, item, part, group)[place * 128];
         total = {total.x + sums.x, total.y + sums.y, total.z + sums.z, total.w + sums.w};
     }
     four[0] = total.x;
@@ -167,12 +167,12 @@ __device__ __forceinline__ void finish_patch(
 __device__ __forceinline__ void finish_parts(
     const Work& work, const Item& item, const float* row_scales, Staging& staging
 ) {
-    int patches = (work.num_rows + 15) / 16, count = patches * BLOCKS;
+    int patches = (min(work.num_rows - item.row, ROWS) + 15) / 16, count = patches * BLOCKS;
     int end = (item.part + 1) * count / work.splits, thread = threadIdx.x % 128;
     for (int number = item.part * count / work.splits; number < end; ++number) {
         int block = number / patches, patch = number % patches, column = column_of(item, staging.group, block);
         if (column >= work.size_n) continue;
-        Addends addends = addends_of(work, patch * 16 + thread / 8, column + thread % 8 * 8);
+        Addends addends = addends_of(work, item.row + patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
 #pragma unroll
         for (int i = 0; i < MATRICES * 2; ++i) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void finish_whole(
 __device__ __forceinline__ void finish(
     const Sums& sums, const Work& work, const Item& item, const float* row_scales, Staging& staging
 ) {
-    if (work.splits == 1) {
+    if (item.parts == 1) {
         finish_whole(sums, work, item, row_scales, staging);
     } else {
         exchange_parts(sums, work, item, staging.group);
