@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": COLUMNS}, ADDS_UP),
     "end of a window": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": True}, {}),
     "end of a prompt": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": False}, {}),
-    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": prompt_chunks._ROWS}, {}),
+    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": 8 * prompt_chunks._RUN, "RUN": prompt_chunks._RUN}, {}),
     "chunks alone": (prompt_chunks._prepare_kernel, {"EXACT": "tf32"}, {}),
     "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
     "rows of output": (replay._prepare_kernel, {"BLOCK_V": SIZES["DV"]}, ADDS_UP),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
 MAMBA_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": COLUMNS}, ADDS_UP),
     "end of a window": (gated_delta._finish_kernel, MAMBA_FINISHES | {"IS_WINDOW": True}, {}),
-    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": prompt_chunks._ROWS}, {}),
+    "convolution": (prompt_chunks._convolve_kernel, {"ROWS": 8 * prompt_chunks._RUN, "RUN": prompt_chunks._RUN}, {}),
     "chunks alone": (prompt_chunks._prepare_kernel, {"EXACT": "tf32"}, {}),
     "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
     "rows of output": (replay._prepare_kernel, {"BLOCK_V": MAMBA["DV"]}, ADDS_UP),

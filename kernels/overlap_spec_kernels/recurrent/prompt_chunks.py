@@ -29,7 +29,7 @@ _COLUMNS = 32  # of values, in a program of the second kernel
 _WARPS = 4  # of it, and of the one before it
 _STAGES = {2: 3, 4: 2}  # of it, by bytes of a number: shared memory holds three of 4 bytes, which were not timed
 _MIN_DOT = 16  # the smallest side of a product
-_ROWS = 32  # that are convolved in a program
+_RUN, _NUMBERS = 8, 1024  # rows that a thread convolves; numbers that a program does at once, eight a thread
 
 
 def recur_over_prompts(
@@ -55,9 +55,10 @@ def recur_over_prompts(
     conv, steepness, offset, bias, skip = of_layer
     exact = "tf32x3" if projected.dtype == torch.float32 else "tf32"  # of 16 bits every product is
     of_values, apart = ceil_div(num_heads * value_dim, block_k), {"C": sizes["C"], "APART": are_apart}
-    _convolve_kernel[(ceil_div(longest, _ROWS), 2 * num_keys + of_values, len(slots))](
+    rows = _RUN * max(_NUMBERS // block_k, 1)
+    _convolve_kernel[(ceil_div(longest, rows), 2 * num_keys + of_values, len(slots))](
         projected, slots, positions, starts, inputs, counts, conv, bias, *prepared[:3], scale, K=sizes["K"],
-        ROWS=_ROWS, EPS=eps, num_warps=4, **apart, **shared,
+        ROWS=rows, RUN=_RUN, EPS=eps, num_warps=4, **apart, **shared,
     )  # fmt: skip
     _prepare_kernel[(ceil_div(longest, CHUNK) + 1, num_heads, len(slots))](
         of_gates, positions, starts, steepness, offset, *prepared[:2], *prepared[3:], B=CHUNK // 4, L=CHUNK,
@@ -75,11 +76,12 @@ def _convolve_kernel(
     inputs_ptr: tl.tensor, counts_ptr: tl.tensor, conv_ptr: tl.tensor, bias_ptr: tl.tensor, queries_ptr: tl.tensor,
     keys_ptr: tl.tensor, values_ptr: tl.tensor, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, G: tl.constexpr, APART: tl.constexpr,
-    ROWS: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, EPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per ROWS rows of a request and head of queries or keys, or as many columns of values.
 
-    SiLU of the convolution; of Gated DeltaNet queries and keys have length 1.
+    SiLU of the convolution; of Gated DeltaNet queries and keys have length 1. A thread has RUN rows side
+    by side, and reads each row once for all that it is added to.
     """
     STRIDE: tl.constexpr = C + N * DV + (0 if APART else G * N)
     head, request = tl.program_id(1), tl.program_id(2)
@@ -88,37 +90,45 @@ def _convolve_kernel(
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, 0)
     if tl.program_id(0) * ROWS < count:
-        row, lane = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, BLOCK_K)
-        valid, is_key = row < count, head < 2 * M
+        first = (tl.program_id(0) * ROWS + tl.arange(0, ROWS // RUN) * RUN)[:, None]
+        lane, is_key = tl.arange(0, BLOCK_K), head < 2 * M
         channel = tl.where(is_key, head * DK, 2 * M * DK + (head - 2 * M) * BLOCK_K) + lane
         is_channel = (channel < C) & ((lane < DK) | (head >= 2 * M))
         lane, column, inside = lane[None, :], channel[None, :], is_channel[None, :]
         rows_ptr = projected_ptr + begin * STRIDE + column
         own_inputs = inputs_ptr + tl.load(slots_ptr + request) * (K - 1) * C + column
         has_old = (tl.program_id(0) == 0) & (tl.load(positions_ptr + begin) > 0)
-        total = tl.zeros((ROWS, BLOCK_K), tl.float32)
+        sources: tl.tuple = ()
+        weights: tl.tuple = ()
+        for offset in tl.static_range(1 - K, RUN):
+            source = first + offset
+            is_new = (source >= 0) & (source < count) & inside
+            x = tl.load(rows_ptr + source.to(tl.int64) * STRIDE, mask=is_new, other=0.0)
+            if offset < 0 and has_old:  # what was convolved last
+                x += tl.load(own_inputs + (source + K - 1) * C, mask=(source < 0) & inside, other=0.0)
+            sources = sources + (x,)
         for offset in tl.static_range(K):
-            source = row + (offset - (K - 1))
-            is_new = valid & (source >= 0) & inside
-            x = tl.load(rows_ptr + source.to(tl.int64) * STRIDE, mask=is_new, other=0.0).to(tl.float32)
-            if has_old:  # what was convolved last
-                is_old = valid & (source < 0) & inside
-                x += tl.load(own_inputs + (source + K - 1) * C, mask=is_old, other=0.0).to(tl.float32)
-            total += x * tl.load(conv_ptr + channel * K + offset, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-        total = total / (1.0 + tl.exp(-total))
-        own_row = begin + row
-        if is_key:
-            if G == 2:
-                total = total / tl.sqrt(tl.sum(total * total, 1) + EPS)[:, None]
-            own_head = own_row * M * BLOCK_K + head % M * BLOCK_K + lane
-            if head < M:
-                tl.store(queries_ptr + own_head, total * scale if G == 2 else total, mask=valid)
+            weight = tl.load(conv_ptr + channel * K + offset, mask=is_channel, other=0.0)
+            weights = weights + (weight.to(tl.float32)[None, :],)
+        for index in tl.static_range(RUN):
+            row = first + index
+            valid, total = row < count, tl.zeros((ROWS // RUN, BLOCK_K), tl.float32)
+            for offset in tl.static_range(K):
+                total += sources[index + offset].to(tl.float32) * weights[offset]
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+            total = total / (1.0 + tl.exp(-total))
+            own_row = begin + row
+            if is_key:
+                if G == 2:
+                    total = total / tl.sqrt(tl.sum(total * total, 1) + EPS)[:, None]
+                own_head = own_row * M * BLOCK_K + head % M * BLOCK_K + lane
+                if head < M:
+                    tl.store(queries_ptr + own_head, total * scale if G == 2 else total, mask=valid)
+                else:
+                    tl.store(keys_ptr + own_head, total, mask=valid)
             else:
-                tl.store(keys_ptr + own_head, total, mask=valid)
-        else:
-            tl.store(values_ptr + own_row * N * DV + column - 2 * M * DK, total, mask=valid & inside)
+                tl.store(values_ptr + own_row * N * DV + column - 2 * M * DK, total, mask=valid & inside)
 
 
 @TritonKernel

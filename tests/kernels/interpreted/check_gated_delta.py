@@ -5,7 +5,7 @@ Gated DeltaNet's has two gates a head, Mamba-2's one.
 
 import pytest
 import torch
-from overlap_spec_kernels.recurrent import gated_delta as module
+from overlap_spec_kernels.recurrent import gated_delta as module, prompt_chunks
 from overlap_spec_kernels.recurrent.gated_delta import (
     DeltaRows,
     DeltaState,
@@ -32,6 +32,12 @@ DELTA, MAMBA = 2, 1  # gates of a head
 BOTH = pytest.mark.parametrize("gates", [DELTA, MAMBA], ids=["gated delta", "mamba 2"])
 EACH = pytest.mark.slow_but_every(1)  # both are quick
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def _several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolve a prompt, with heads as small as these."""
+    monkeypatch.setattr(prompt_chunks, "_NUMBERS", 64)
 
 
 def some_weights(gates: int = DELTA) -> DeltaWeights:
