@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_ring(
     __shared__ Shared shared_;
     shared_.lists.clear<THREADS>();
     if (threadIdx.x == 0) {
+        prefetch_map(&w_map);
         for (int i = 0; i < STAGES; ++i) {
             set_up(&shared_.full[i], 1);
             set_up(&shared_.empty[i], WARPS);

@@ -133,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply_rows(
     constexpr int BLOCK = GATED ? 8 : 16;  // columns of the result at a time
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = work.size_n / (BLOCK * TILES);
     int first = blockIdx.x % runs * TILES * BLOCK, number = blockIdx.x / runs, half = GATED ? work.size_n : 8;
+    if (threadIdx.x == 0) prefetch_map(&w_map);
     Tile own(memory, barriers, warp);
     wait_for_kernels_before();
     let_next_begin();
@@ -196,6 +197,7 @@ extern "C" __global__ void __maxnreg__(72) sum_down(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int row = blockIdx.x % work.num_rows, first = blockIdx.x / work.num_rows * TILES * 16, place = row * TOP_K + warp;
     let_next_begin();
+    if (lane == 0) prefetch_map(&w_map);
     // The choice, and what is added, were written before the gated product, which waited before this kernel began.
     Tile own(memory, barriers, warp);
     long long expert = work.experts[place];
