@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from overlap_spec_kernels import Routing
 from overlap_spec_kernels.experts.route import (
-    ROW_SOURCE,
+    FEW_SOURCE,
     Common,
     Rows,
     add_common,
     chosen_by,
     logits_of_row,
     ranked,
-    route_row,
+    route_few,
     router_logits_reference,
     row_of_program,
-    takes_row,
+    takes_few,
     with_common,
     written,
 )
@@ -40,13 +40,13 @@ from torch import Tensor
 
 UNIFORM, ZIPF, SHARED = "uniform", "zipf", "shared"
 # More than logits differ by, and little enough that probabilities of the others are not 0, as a router's are not: of
-# equal ones `route_row` compares all, which takes 1.3 us with 128 experts, and 20 with 512.
+# equal ones `route_few` compares all.
 BONUS = 60.0
 STEPS = 64  # that have experts of their own; then they come again
 
 
 class Drawn(ctypes.Structure):
-    """`Drawn` of drawn_row.cu."""
+    """`Drawn` of drawn_few.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "step", "last")),
@@ -55,10 +55,11 @@ class Drawn(ctypes.Structure):
 
 
 @functools.cache
-def _row_code() -> CudaCode:
-    """Of drawn_row.cu, which includes a header of the package."""
-    header = ROW_SOURCE.with_name("route_row.cuh")
-    return CudaCode(Path(__file__).with_name("drawn_row.cu"), headers=((header.name, header.read_text()),))
+def _few_code() -> CudaCode:
+    """Of drawn_few.cu, which includes headers of the package."""
+    paths = (FEW_SOURCE.with_name(name) for name in ("route_few.cuh", "route_rows.cuh"))
+    headers = tuple((path.name, path.read_text()) for path in paths)
+    return CudaCode(Path(__file__).with_name("drawn_few.cu"), headers=headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class InjectedChoice:
         return with_common(Routing(experts, moved.gather(1, experts).softmax(1)), x, common)
 
     def _choose_triton(self, x: Rows, weight: Tensor, common: Common | None = None) -> Routing:
-        if takes_row(x, weight, self.top_k):
+        if takes_few(x, len(weight), self.top_k):
             places = (each.data_ptr() for each in (self.table, self.step, self.last))
             drawn = Drawn(*places, len(self.table), self.table.shape[1], BONUS)
-            return route_row(x, weight, self.top_k, True, common, moving=(_row_code(), drawn))
+            return route_few(x, weight, self.top_k, True, common, moving=(_few_code(), drawn))
         return chosen_by(
             choose_drawn_kernel,
             x,

@@ -6,7 +6,7 @@ Its pass is what a start on a GPU waits for (`load_target`).
 import pytest
 import torch
 from overlap_spec_kernels import Biases, Norm, Normed, Routing, experts_add, experts_mlp, route
-from overlap_spec_kernels.experts.route import Common, takes_row
+from overlap_spec_kernels.experts.route import Common, takes_few, written
 from overlap_spec_kernels.norm.normed import Unscaled
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_schedules
@@ -83,15 +83,16 @@ def test_of_equal_experts_the_lower_ones_are_chosen() -> None:
 
 @pytest.mark.parametrize("kind", ["drawn", "alike", "steep", "zero", "not finite"])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (512, 10)])
-def test_one_row_that_a_router_scales_has_the_bits_of_several(experts: int, top_k: int, kind: str) -> None:
-    """With ties, probabilities of 0, NaN; with a bias, and an expert that all rows have."""
-    weight, values = drawn(experts, 2048, dtype=BFLOAT, scale=0.05), drawn(24, 2048, dtype=BFLOAT, scale=4)
+def test_few_rows_have_the_bits_of_more(experts: int, top_k: int, kind: str) -> None:
+    """Scaled by the router, or before. With ties, probabilities of 0, NaN; a bias, and an expert that all rows have."""
+    weight, values = drawn(experts, 2048, dtype=BFLOAT, scale=0.05), drawn(48, 2048, dtype=BFLOAT, scale=4)
     if kind == "alike":
         weight[experts // 3 :: 3] = weight[5]
     weight *= {"steep": 40, "zero": 0}.get(kind, 1)
     weighted = values * drawn(2048, dtype=BFLOAT)
     if kind == "not finite":
         weighted[::2, 7] = torch.nan
+        weighted[1::4, 9] = torch.inf
     squares = values.float().square().view(len(values), -1, 16).sum(2).t().contiguous()
     scaled = Normed(values, weighted, squares, 1e-6).normalised()
     own = drawn(1, 2048, dtype=BFLOAT, scale=0.1)
@@ -101,16 +102,18 @@ def test_one_row_that_a_router_scales_has_the_bits_of_several(experts: int, top_
         for common in (None, Common(experts), Common(experts, own))
         for normalised in (True, True, False, False)
     ):
-        at = slice(row, row + 1)
-        rows = Unscaled(
+        count = (1, 7, 16, 30)[(row + row // 4) % 4]  # padded in all ways
+        at = slice(row, row + count)
+        unscaled = Unscaled(
             Normed(values[at], weighted[at], squares[:, at].contiguous(), 1e-6), torch.empty_like(values[at])
         )
-        assert takes_row(rows, weight, top_k)
+        rows = scaled[at] if count > 8 else unscaled
+        assert takes_few(rows, experts, top_k)
         found = route(rows, weight, top_k, normalised, bias, common)
         expected = route(scaled, weight, top_k, normalised, bias, common)
         assert torch.equal(found.experts, expected.experts[at])
         assert torch.equal(found.weights.view(torch.int32), expected.weights[at].view(torch.int32))
-        assert torch.equal(rows.rows.view(torch.int16), scaled[at].view(torch.int16))
+        assert torch.equal(written(rows).view(torch.int16), scaled[at].view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)

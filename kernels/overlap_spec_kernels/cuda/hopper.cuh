@@ -195,6 +195,14 @@ __device__ __forceinline__ void send(u32 target, float4 value, u32 barrier) {
         : "memory");
 }
 
+// The same of two.
+__device__ __forceinline__ void send(u32 target, float first, float second, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target),
+        "f"(first), "f"(second), "r"(barrier)
+        : "memory");
+}
+
 // ---- products of a warp ----
 
 // Load four 8 x 8 matrices of 16 bits from shared memory; each lane has the address of a row.

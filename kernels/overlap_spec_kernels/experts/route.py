@@ -9,7 +9,7 @@ it, and however many:
     more rows     a program for each part and tile of rows and experts; then one for each row, which adds, and chooses
     many rows     a program for each tile of rows and experts, which adds as well; then one for each row, which chooses
 
-One row of 2,048 columns with 128 or 512 experts has a kernel in CUDA C++ on Hopper, with the same bits: `route_row`.
+Few rows of 2,048 columns with 128 or 512 experts have a kernel in CUDA C++ on Hopper, with the same bits: `route_few`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,6 @@ from overlap_spec_kernels.launch import (
     require,
     runs_triton,
     shared_words,
-    shared_zeros,
     warps_for,
 )  # fmt: skip
 from overlap_spec_kernels.norm.normed import Normed, Unscaled, scale_of_row
@@ -42,13 +41,12 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 _FEW_ROWS, _MANY_ROWS = 32, 512  # up to which there is one launch; from which a program adds all parts
 _BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
 _MOST_ROWS, _LARGEST_BLOCK = 4096, 128  # from which programs are enough for the largest one
-_PART = 128  # columns
-_PROGRAMS = 128  # of a tile of few rows, where each has some parts
+_PART, _MAX_EXPERTS = 128, 1024  # columns; of a router
+_PROGRAMS = 128  # of a tile of few rows, where each has some parts; of `route_few`, of one row
 _MOST_SHARE = 4  # parts of a program, whose weights it holds
-_MAX_EXPERTS = 1024
-ROW_SOURCE = Path(__file__).parent / "cuda" / "route_row.cu"
-_ROW_SIZE, _ROW_EXPERTS, _MOST_CHOSEN = 2048, (128, 512), 16  # that `route_row` has
-_ROW_PROGRAMS = 128  # with experts
+FEW_SOURCE = Path(__file__).parent / "cuda" / "route_few.cu"
+_SIZE, _EXPERTS, _MOST_CHOSEN, _MOST_SCALED = 2048, (128, 512), 16, 8  # that `route_few` has; rows that it scales
+_PADDED, _THREADS, _CLUSTER = (1, 8, 16, 32), 256, 4  # rows that it is compiled for; programs of several in a cluster
 _ABSENT = -1  # bits of a number that is not there yet: a NaN that no product is
 
 
@@ -88,12 +86,16 @@ def written(x: Rows) -> Tensor:
 
 
 def rows_to_route(x: Normed, num_experts: int) -> Rows:
-    """What a router takes: one row on a GPU is scaled by the router itself, where it adds up squares as others do."""
-    block, size = next_power_of_2(num_experts), x.weighted.shape[1]
-    one = len(x.weighted) == 1 and x.squares is not None and runs_triton(x.weighted)
-    if one and warps_of_choice(block) == warps_for(next_power_of_2(size)):
-        return Unscaled(x, torch.empty_like(x.values, memory_format=torch.contiguous_format))
-    return x.normalised()
+    """What a router takes: one row on a GPU is scaled by the router itself, where it adds up squares as others do.
+
+    A few are by `route_few`. With more, the kernel before leaves no room for it, and the one that scales lies between.
+    """
+    if x.squares is None:
+        return x.normalised()
+    unscaled = Unscaled(x, torch.empty_like(x.values, memory_format=torch.contiguous_format))
+    own, others = warps_of_choice(next_power_of_2(num_experts)), warps_for(next_power_of_2(x.weighted.shape[1]))
+    one = len(x.weighted) == 1 and runs_triton(x.weighted) and own == others
+    return unscaled if one or takes_few(unscaled, num_experts) else x.normalised()
 
 
 def require_common(x: Tensor, common: Common | None) -> None:
@@ -145,57 +147,56 @@ def with_common(routing: Routing, x: Tensor, common: Common | None) -> Routing:
 def _route_triton(
     x: Rows, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None, common: Common | None = None
 ) -> Routing:
-    if takes_row(x, weight, top_k):
-        return route_row(x, weight, top_k, normalised, common, bias)
+    if takes_few(x, len(weight), top_k):
+        return route_few(x, weight, top_k, normalised, common, bias)
     given = (weight if bias is None else bias,)
     return chosen_by(_route_kernel, x, weight, top_k, given, common, NORMALISED=normalised, BIASED=bias is not None)
 
 
-class Row(ctypes.Structure):
-    """`Work` of route_row.cuh."""
+class _Few(ctypes.Structure):
+    """`Work` of route_few.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "squares", "weight", "bias", "share", "words", "rows", "experts")),
-        *(("weights", ctypes.c_void_p), ("eps", ctypes.c_float), ("common", ctypes.c_int)),
+        *(("weights", ctypes.c_void_p), ("eps", ctypes.c_float), ("common", ctypes.c_int), ("num_rows", ctypes.c_int)),
     )
 
 
-def takes_row(x: Rows, weight: Tensor, top_k: int) -> TypeGuard[Unscaled]:
-    """Whether `route_row` takes these: one row that it scales, of sizes in whose order it adds up."""
-    if not isinstance(x, Unscaled) or x.of.squares is None:
-        return False
-    fits = weight.shape[1] == _ROW_SIZE and len(weight) in _ROW_EXPERTS and top_k <= _MOST_CHOSEN
-    whole = len(x.rows) == 1 and len(x.of.squares) == _ROW_SIZE // 16 and x.of.weighted.data_ptr() % 16 == 0
-    return fits and whole and weight.dtype == torch.bfloat16 and runs_hopper(weight.device)
+def takes_few(x: Rows, num_experts: int, top_k: int = 1) -> bool:
+    """Whether `route_few` takes these: up to 8 rows that it scales, or several, of sizes in whose order it adds up."""
+    of = x.of if isinstance(x, Unscaled) else Normed(x, x)
+    rows, squares = of.weighted, of.squares
+    least, most = (2, _FEW_ROWS) if squares is None else (1, _MOST_SCALED)
+    fits = least <= len(rows) <= most and rows.shape[1] == _SIZE and num_experts in _EXPERTS and top_k <= _MOST_CHOSEN
+    whole = rows.is_contiguous() and rows.data_ptr() % 16 == 0 and rows.dtype == torch.bfloat16
+    whole &= squares is None or (len(squares) == _SIZE // 16 and squares.is_contiguous())
+    return fits and whole and runs_hopper(rows.device)
 
 
-def route_row(
-    x: Unscaled, weight: Tensor, top_k: int, normalised: bool, common: Common | None, bias: Tensor | None = None,
+def route_few(
+    x: Rows, weight: Tensor, top_k: int, normalised: bool, common: Common | None, bias: Tensor | None = None,
     moving: tuple[CudaCode, ctypes.Structure] | None = None,
 ) -> Routing:  # fmt: skip
-    """See `route`: of one row, on Hopper. `moving`: a source that moves logits, and what it takes. Sync: never."""
-    columns, device = top_k if common is None else top_k + 1, weight.device
-    experts, weights = (torch.empty((1, columns), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
-    expert, share = common or (0, None)
-    given = x.of.weighted, x.of.squares, weight, bias, share, _row_words(device), x.rows, experts, weights
-    work = Row(*(None if each is None else each.data_ptr() for each in given), x.of.eps, expert)
-    code, arguments = (CudaCode(ROW_SOURCE), (work,)) if moving is None else (moving[0], (work, moving[1]))
-    names = {"HIDDEN": _ROW_SIZE, "EXPERTS": len(weight), "TOP_K": top_k, "SHARED": common is not None}
+    """See `route`: of few rows, on Hopper. `moving`: a source that moves logits, and what it takes. Sync: never."""
+    (_, rows, squares, eps), out = x if isinstance(x, Unscaled) else (Normed(x, x), None)
+    (num_experts, size), device, count = weight.shape, weight.device, len(rows)
+    experts = torch.empty((count, top_k + (common is not None)), dtype=torch.int64, device=device)
+    weights, (expert, share) = torch.empty_like(experts, dtype=torch.float32), common or (0, None)
+    given = rows, squares, weight, bias, share, row_parts(num_experts, device), out, experts, weights
+    work = _Few(*(None if each is None else each.data_ptr() for each in given), eps, expert, count)
+    code, arguments = (CudaCode(FEW_SOURCE), (work,)) if moving is None else (moving[0], (work, moving[1]))
+    padded = next(most for most in _PADDED if count <= most)
+    names = {"HIDDEN": size, "EXPERTS": num_experts, "TOP_K": top_k, "SHARED": common is not None, "ROWS": padded}
     names |= {"NORMALISED": normalised, "BIASED": bias is not None}
-    _row_kernel(code, tuple(names.items()), device).launch(_ROW_PROGRAMS + 1, arguments)
+    programs = _PROGRAMS + 1 if count == 1 else num_experts // 4 + ceil_div(count, _CLUSTER) * _CLUSTER
+    _few_kernel(code, tuple(names.items()), device).launch(programs, arguments)
     return Routing(experts, weights)
 
 
 @functools.cache
-def _row_kernel(code: CudaCode, names: tuple[tuple[str, int], ...], device: torch.device) -> CudaKernel:
-    defines, threads = tuple(f"{name}={int(value)}" for name, value in names), max(128, dict(names)["EXPERTS"] // 2)
-    return CudaKernel(code._replace(defines=defines), "route_row", threads, 0)
-
-
-@functools.cache
-def _row_words(device: torch.device) -> Tensor:
-    """The number of the last launch, and its logits. Shapes: -> [4 + 2 E] i32."""
-    return shared_zeros(4 + 2 * _ROW_EXPERTS[-1], device)
+def _few_kernel(code: CudaCode, names: tuple[tuple[str, int], ...], device: torch.device) -> CudaKernel:
+    defines = tuple(f"{name}={int(value)}" for name, value in names)
+    return CudaKernel(code._replace(defines=defines), "route_few", _THREADS, 0)
 
 
 def chosen_by(
@@ -207,8 +208,10 @@ def chosen_by(
     Shapes: x [T, H], weight [E, H] -> [T, top_k] twice, or one column more. Sync: never.
     """
     x, squares, out, eps = written(rows), None, None, 0.0
-    if isinstance(rows, Unscaled):
+    if isinstance(rows, Unscaled) and len(x) == 1:
         (_, x, squares, eps), out = rows
+    elif isinstance(rows, Unscaled):
+        x.copy_(rows.of.normalised())
     (num_rows, size), num_experts = x.shape, len(weight)
     parts, tiles, is_alone = ceil_div(size, _PART), ceil_div(num_experts, _BLOCK), num_rows <= _FEW_ROWS
     share = min(next_power_of_2(parts * tiles // _PROGRAMS), _MOST_SHARE)

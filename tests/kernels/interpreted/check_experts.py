@@ -304,12 +304,12 @@ def test_an_expert_that_all_rows_have(num_rows: int, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("rated", [False, True])
-@pytest.mark.parametrize("size", [160, 256])
-def test_a_router_scales_one_row_and_writes_it(size: int, rated: bool) -> None:
+@pytest.mark.parametrize(("size", "count"), [(160, 1), (256, 1), (160, 3)])
+def test_a_router_scales_rows_and_writes_them(size: int, count: int, rated: bool) -> None:
     """Of an expert that all rows have, too; with the bits of the launch that scales rows."""
     num_experts, common = 12, Common(12, torch.randn(1, size).bfloat16())
-    weight, weighted = torch.randn(num_experts, size).bfloat16(), torch.randn(1, size).bfloat16()
-    x = Normed(weighted, weighted, torch.rand(9, 1) * size, 0.1)
+    weight, weighted = torch.randn(num_experts, size).bfloat16(), torch.randn(count, size).bfloat16()
+    x = Normed(weighted, weighted, torch.rand(9, count) * size, 0.1)
     rows = Unscaled(x, torch.full_like(weighted, torch.nan))
 
     def choose(given: Rows) -> Routing:
@@ -317,7 +317,7 @@ def test_a_router_scales_one_row_and_writes_it(size: int, rated: bool) -> None:
             return _best_of_groups_triton(given, weight, 3, True, Grouping(sigmoid_scores), common=common)
         return _route_triton(given, weight, 3, True, common=common)
 
-    found, scaled = choose(rows), _normalised_triton(x, x.squares)
+    found, scaled = choose(rows), _normalised_triton(x, x.squares) if count == 1 else x.normalised()
     assert torch.equal(rows.rows, scaled)
     assert all(torch.equal(one, other) for one, other in zip(found, choose(scaled), strict=True))
 
