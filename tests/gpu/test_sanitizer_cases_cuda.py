@@ -221,7 +221,7 @@ def short_decode() -> list[Tensor]:
     outs = []
     for heads, lengths in ((HeadShape(6, 2, 64), [300, 0, 17]), (HeadShape(8, 8, 128), [41, 0, 7, 16, 90, 33, 1, 0])):
         *tensors, scale = on_gpu(*decode_inputs(heads, 3, lengths, 16, BFLOAT, spare_pages=0))
-        outs.append(attend(Step(*tensors), scale, read_before_wait=True))
+        outs.append(attend((Step(*tensors),), scale, read_before_wait=True))
     return outs
 
 
