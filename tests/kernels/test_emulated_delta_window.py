@@ -37,11 +37,7 @@ FAULTS = {
 
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
-    module._kernel.cache_clear()
-    cuda_emulator.install(monkeypatch, module)
-    monkeypatch.setattr(module, "runs_hopper", lambda device: True)
-    yield cuda_emulator
-    module._kernel.cache_clear()
+    yield from cuda_emulator.running(monkeypatch, module, module._kernel)
 
 
 def check(emulator: CudaEmulator, accepted: list[int], width: int, stored: torch.dtype, apart: bool, seed: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,16 @@ class CudaEmulator:
     ) -> Kernel:
         """A kernel of a source."""
         return Kernel(self.code(source, defines, headers), name)
+
+    def running(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, *caches: Any) -> Iterator[CudaEmulator]:
+        """A fixture: Hopper's kernels of a module run here. `caches`: what it makes once, emptied before and behind."""
+        for cache in caches:
+            cache.cache_clear()
+        self.install(monkeypatch, module)
+        monkeypatch.setattr(module, "runs_hopper", lambda device: True)
+        yield self
+        for cache in caches:
+            cache.cache_clear()
 
     def install(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
         """Let a module that launches through nvrtc.py launch here. Its caller clears caches of kernels."""
