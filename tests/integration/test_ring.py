@@ -1,13 +1,16 @@
 """Properties of the whole ring that random schedules would show only by luck: cache hits, seeds, order of plans."""
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.random_schedules import load
+from support.ranked_models import ranked_models
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.messages import SamplingParams, StepResult
+from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan, StepResult
 
 PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
@@ -76,3 +79,18 @@ def test_the_next_plan_leaves_before_the_last_result_is_dispatched(codec: TextCo
     with_ring(codec, RingConfig(depth=depth, chunk_tokens=64), watched)
     steady = sent_at_dispatch[1:-2]  # the last steps are known to finish the request: nothing follows them
     assert steady and all(last - step == ahead for step, last in steady), sent_at_dispatch
+
+
+@pytest.mark.slow
+def test_a_rank_leaves_a_step_that_another_one_has_abandoned(codec: TextCodec) -> None:
+    """As at the end of a ring whose ranks are told to stop while a step is on its way to them."""
+    config = RingConfig(ranks=2, num_steps=0)
+    chunk = ChunkWork(0, 0, array("i", PROMPT[:5]).tobytes())
+    plan = StepPlan(1 << 20, 1, [], {0: [1, 2]}, [chunk], {0: ResetSlot(GREEDY, 5, (), 5)})
+
+    async def main() -> None:
+        async with running(ranked_models(2, lambda rank: load(7, config, rank)), config, codec) as ring:
+            ring.to_worker.queues[0].send(plan)
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))

@@ -5,8 +5,9 @@ invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from overlap_spec.features.audit.frontend import Auditor
 
 TIMEOUT_S = 30.0
+LEAVE_S = 2.0  # for a rank that is told to stop
 KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
 
 
@@ -390,7 +392,13 @@ class Ring:
             await asyncio.shield(working)
         finally:
             self.to_worker.queues[rank].send(Shutdown(False))
-            await working
+            await asyncio.wait({working}, timeout=LEAVE_S)
+            if working.done():
+                await working
+            else:  # in a step, which another rank may have abandoned: nobody comes to its sums
+                self._models.abort()
+                with suppress(threading.BrokenBarrierError):
+                    await working
 
 
 def frontend_settings(config: RingConfig) -> Settings:
