@@ -16,6 +16,14 @@ def test_a_sum_is_handed_to_its_norm() -> None:
     torch.testing.assert_close(stream.normalised(), F.rms_norm(stream.values, (6,), NORM.weight, NORM.eps))
 
 
+def test_a_sum_is_written_over_a_residual_that_may_be_taken() -> None:
+    own = RESIDUAL.clone()
+    taken, kept = (linear_add(X, DenseWeight(WEIGHT), own, NORM, take) for take in (True, False))
+    assert taken.values is own and kept.values is not own
+    torch.testing.assert_close(own, RESIDUAL + X @ WEIGHT.t())
+    torch.testing.assert_close(taken.normalised(), F.rms_norm(own, (6,), NORM.weight, NORM.eps))
+
+
 def test_a_divided_norm_is_a_norm() -> None:
     """The weight by who writes, the scale by who reads."""
     values = torch.randn(3, 6, dtype=F64)

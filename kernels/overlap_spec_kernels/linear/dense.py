@@ -32,6 +32,7 @@ from overlap_spec_kernels.linear.wide_linear import GATES, Wide, wide_for
 from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
+from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 _MOST_STREAMED = 8  # rows of x that a large weight is streamed for
@@ -65,9 +66,13 @@ class DenseWeight(MatrixOperand):
         out = _launch(x, self.matrix, True, None, rows_of(x).dtype)
         return fused_linear_reference(x, self.matrix, True) if out is None else out.values
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        out = _launch(x, self.matrix, False, Addition(residual, norm), x.dtype)
-        return linear_add_reference(x, self.matrix, residual, norm) if out is None else out
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
+        if (out := _launch(x, self.matrix, False, Addition(residual, norm), x.dtype)) is not None:
+            return out
+        if not take:
+            return linear_add_reference(x, self.matrix, residual, norm)
+        total = residual.addmm_(x, self.matrix.t())  # the BLAS reads and writes it beside its products
+        return Normed(total, rms_norm(total, norm.weight, norm.eps))
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         out = _launch(x, self.matrix, False, None, torch.float32)

@@ -50,9 +50,10 @@ def linear_logits(x: Tensor | Normed, weight: LinearOperand) -> Tensor:
     return weight.logits(x)
 
 
-def linear_add(x: Tensor, weight: LinearOperand, residual: Tensor, norm: Norm) -> Normed:
+def linear_add(x: Tensor, weight: LinearOperand, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
     """`residual + x @ weight.T`, prepared for the next norm. Sums are float32.
 
+    `take`: nothing else reads the residual, so the sum may be written over it.
     Shapes: x [T, I], weight [O, I], residual [T, O]. Raises: ValueError naming the argument. Sync: never.
     """
     require_linear(x, weight)
@@ -61,7 +62,7 @@ def linear_add(x: Tensor, weight: LinearOperand, residual: Tensor, norm: Norm) -
     require(residual.stride(1) == 1 and residual.dtype == x.dtype, "residual", "contiguous rows in the dtype of x")
     require(norm.weight.shape == (size_n,) and fits_norm(norm.weight, x.dtype), "norm", f"[O] in {OF_NORMS}")
     require(norm.weight.is_contiguous(), "norm", "contiguous")
-    return weight.add(x, residual, norm)
+    return weight.add(x, residual, norm, take)
 
 
 def require_linear(x: Tensor, weight: LinearOperand) -> None:

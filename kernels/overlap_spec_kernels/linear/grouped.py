@@ -242,7 +242,7 @@ class GroupedWeight(LinearOperand):
         columns = self.kernel.argmax(self, normalised(x))
         return columns if ids is None else ids[columns.clamp(min=0)]
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         if self.kernel is None:
             return LinearOperand.add(self, x, residual, norm)
         return self.kernel.sum(self, x, residual, norm)

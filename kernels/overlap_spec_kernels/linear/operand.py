@@ -48,8 +48,8 @@ class LinearOperand(ABC):
         """silu(first half) * second half of the product. Shapes: [T, I] -> [T, O / 2]."""
         return silu_mul(self.product(x))
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """`residual + product`, prepared for the norm. Shapes: x [T, I], residual [T, O]."""
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
+        """See `linear_add`. Shapes: x [T, I], residual [T, O]."""
         rows, values = add_rms_norm(self.product(x), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 

@@ -89,7 +89,7 @@ class OrderedOperand(LinearOperand):
     def logits(self, x: Tensor | Normed) -> Tensor:
         return self.multiplied(normalised(x), False, torch.float32)
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         rows, values = add_rms_norm(self.product(x), residual, norm.weight, norm.eps, dependent=True)
         return Normed(values, rows)
 
@@ -116,7 +116,7 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
             return OrderedOperand.argmax(self, rows, ids)
         return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         if not (self.piece and runs_triton(x) and self.shape[0] <= _PART * _MOST_PARTS):
             return OrderedOperand.add(self, x, residual, norm)
         call = self._run(x, False, x.dtype, Addition(residual, norm))

@@ -72,7 +72,7 @@ class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
     def logits(self, x: Tensor | Normed) -> Tensor:
         return self._normed_times(x, False, torch.float32)
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         if not self._in_fragments or not runs_triton(x) or self.shape[0] % _PART or norm.weight.dtype != self.dtype:
             return OrderedOperand.add(self, x, residual, norm)
         if added := self._launch(x, False, self.dtype, Addition(residual, norm)):

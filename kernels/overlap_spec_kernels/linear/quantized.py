@@ -138,15 +138,17 @@ class QuantizedWeight(PackedWeight):
             return out.values
         return quantized_linear_reference(x, self, True) if self._runs_reference(x) else self._dense().gated(x)
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        if len(x) > _MOST_ADDED:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
+        cut = self.cut(x, False)
+        if cut is None and not self._runs_reference(x):
+            return self._dense().add(x, residual, norm, take)
+        own_norm = norm.weight.dtype == self.dtype or isinstance(
+            cut, PackedStream
+        )  # others have norms of their own type
+        if len(x) > _MOST_ADDED or not own_norm:
             return LinearOperand.add(self, x, residual, norm)
-        if norm.weight.dtype != self.dtype and not isinstance(self.cut(x, False), PackedStream):
-            return LinearOperand.add(self, x, residual, norm)  # others have norms of their own type
-        if out := self._launch(x, False, Addition(residual, norm), self.dtype):
-            return out
-        if not self._runs_reference(x):
-            return self._dense().add(x, residual, norm)
+        if cut is not None:
+            return self.launch(cut, x, False, Addition(residual, norm), self.dtype)
         rows, values = add_rms_norm(quantized_linear_reference(x, self, False), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 

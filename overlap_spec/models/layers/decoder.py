@@ -38,6 +38,10 @@ class Attend(Protocol):
         """The rows that go on. Shapes: [T, H] -> [R, H]."""
 
     @property
+    def takes(self) -> bool:
+        """Whether the layer may overwrite the residual that it reads."""
+
+    @property
     def added(self) -> Tensor | None:
         """What the layer gets of its rows' tokens beside the residual; None: nothing. Shapes: [R, P]."""
 
@@ -50,6 +54,7 @@ class LayerAttention:
     index: int
     rows: RowBatch
     read_before_wait: bool
+    takes: bool = False
     of_tokens: Tensor | None = None  # [T, P]
 
     @property
@@ -132,7 +137,7 @@ class SelfAttention:
         return self.output(self.attended(x, attend))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, self.attended(x, attend), attend.kept(x.values))
+        return norm.join(self.output, self.attended(x, attend), attend.kept(x.values), attend.takes)
 
     def attended(self, x: Normed, attend: Attend) -> Tensor:
         """What the second linear reads. Shapes: [T, H] -> [R, n d]."""
@@ -252,8 +257,8 @@ class PreNormLayer:
         attended, residual = attention.attended(x, attend), attend.kept(x.values)
         if isinstance(self.mlp_norm, RMSNorm) and isinstance(next_norm, RMSNorm):
             linears = mlp.gate_up, mlp.down
-            return attention.output.add_mlp(attended, residual, self.mlp_norm, *linears, next_norm)
-        return mlp.add(self.mlp_norm.join(attention.output, attended, residual), next_norm)
+            return attention.output.add_mlp(attended, residual, self.mlp_norm, *linears, next_norm, attend.takes)
+        return mlp.add(self.mlp_norm.join(attention.output, attended, residual, attend.takes), next_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +315,8 @@ def run_layers(
             continue
         of_layer = rows if index == last else whole
         own = None if added is None else added[:, index]
-        x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait, own))
+        takes = index > 0 and index - 1 not in aux_layers  # a result of the layer before, which no draft reads
+        x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait, takes, own))
         if index in aux_layers:
             aux_hidden.append(x.values)
     return x, aux_hidden

@@ -136,7 +136,7 @@ class LatentAttention:
         return self.output(self._values(attend(self.qkv(x))))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, self._values(attend(self.qkv(x))), attend.kept(x.values))
+        return norm.join(self.output, self._values(attend(self.qkv(x))), attend.kept(x.values), attend.takes)
 
     def _values(self, latents: Tensor) -> Tensor:
         """Of sums of latents. Shapes: [R, n r] -> [R, n dv]."""

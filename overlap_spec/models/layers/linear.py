@@ -95,8 +95,11 @@ class AnyLinear(ABC):
         """silu(first half) * second half. Shapes: [T, I] -> [T, O / 2]."""
         return silu_mul(self(x))
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """The sum with the residual, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
+        """The sum with the residual, on its way into `norm`. Shapes: x [T, I], residual [T, O].
+
+        `take`: nothing else reads the residual, so the sum may be written over it.
+        """
         rows, values = add_rms_norm(self(x), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 
@@ -108,10 +111,11 @@ class AnyLinear(ABC):
         gate_up: "AnyLinear",
         down: "AnyLinear",
         next_norm: Norm,
+        take: bool = False,
     ) -> Normed:
         """`add`, and then the sum with what a gated MLP makes of it. Shapes: x [T, I], residual [T, O] -> [T, O]."""
-        middle = self.add(x, residual, norm)
-        return down.add(gate_up.gated(middle), middle.values, next_norm)
+        middle = self.add(x, residual, norm, take)
+        return down.add(gate_up.gated(middle), middle.values, next_norm, take=True)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         """Logits of a head, unrounded: in 16 bits many would be equal. Shapes: -> [T, O], float32 or wider."""
@@ -149,9 +153,9 @@ class FusedLinear(AnyLinear):
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         if self.bias is None:
-            return linear_add(x, self.operand, residual, norm)
+            return linear_add(x, self.operand, residual, norm, take)
         return AnyLinear.add(self, x, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
@@ -282,8 +286,10 @@ class Linear(DenseLinear):
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.fused else DenseLinear.gated(self, x)
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        return linear_add(x, self.operand, residual, norm) if self.fused else DenseLinear.add(self, x, residual, norm)
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
+        if self.fused:
+            return linear_add(x, self.operand, residual, norm, take)
+        return DenseLinear.add(self, x, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         return linear_logits(x, self.operand) if self.fused else DenseLinear.logits(self, x)

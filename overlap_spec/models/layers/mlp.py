@@ -24,7 +24,7 @@ class MLP(Protocol):
         """Shapes: [T, H] -> [T, H]."""
 
     def add(self, x: Normed, norm: Norm) -> Normed:
-        """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H]."""
+        """The sum with the residual that it reads, which it may overwrite, and `norm` of it. Shapes: [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class GatedMLP:
         return self.down(self._gated(x))
 
     def add(self, x: Normed, norm: Norm) -> Normed:
-        return norm.join(self.down, self._gated(x), x.values)
+        return norm.join(self.down, self._gated(x), x.values, take=True)
 
     def _gated(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, I]."""

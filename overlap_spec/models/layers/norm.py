@@ -32,8 +32,8 @@ class Norm(Protocol):
     def enter(self, residual: Tensor) -> Normed:
         """The residual, and the norm of it. Shapes: [T, H]."""
 
-    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
-        """`residual + linear(x)`, and the norm of it. Shapes: x [T, I], residual [T, H]."""
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor, take: bool = False) -> Normed:
+        """`residual + linear(x)`, and its norm; `take`: see `AnyLinear.add`. Shapes: x [T, I], residual [T, H]."""
 
 
 class RMSNorm(KernelNorm):
@@ -51,8 +51,8 @@ class RMSNorm(KernelNorm):
     def enter(self, residual: Tensor) -> Normed:
         return Normed(residual, self(residual))
 
-    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
-        return linear.add(x, residual, self)
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor, take: bool = False) -> Normed:
+        return linear.add(x, residual, self, take)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class WideRMSNorm:
     def enter(self, residual: Tensor) -> Normed:
         return Normed(residual, self(residual))
 
-    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor, take: bool = False) -> Normed:
         is_packed = isinstance(linear, FusedLinear) and isinstance(linear.operand, QuantizedWeight)
         if is_packed or (isinstance(linear, Linear) and linear.fused):
-            return linear.add(x, residual, KernelNorm(self.weight, self.eps))
+            return linear.add(x, residual, KernelNorm(self.weight, self.eps), take)
         rows, values = add_rms_norm(linear(x), residual, self.weight, self.eps)
         return Normed(values, rows)
 
@@ -99,7 +99,7 @@ class NoNorm:
     def enter(self, residual: Tensor) -> Normed:
         return Normed(residual, self(residual))
 
-    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor, take: bool = False) -> Normed:
         return self.enter(residual + linear(x))
 
 

@@ -125,7 +125,7 @@ class RowParallelLinear(AnyLinear):
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return self.communicator.all_reduce(self.partial(x))
 
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
         return self.communicator.all_reduce_add(self.partial(x), residual, norm)
 
 

@@ -370,7 +370,7 @@ class RecurrentLayer:
         return self.output(self._recurred(x, attend))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, self._recurred(x, attend), attend.kept(x.values))
+        return norm.join(self.output, self._recurred(x, attend), attend.kept(x.values), attend.takes)
 
     def _recurred(self, x: Normed, attend: Attend) -> Tensor:
         """What the last linear reads. Shapes: [T, H] -> [R, n dv]."""

@@ -260,13 +260,14 @@ class QuantizedLinear(OperandLinear):
         gate_up: AnyLinear,
         down: AnyLinear,
         next_norm: Norm,
+        take: bool = False,
     ) -> Normed:
         own, first, last = map(_ordered, (self, gate_up, down))
         if own is not None and first is not None and last is not None:
             added = own.add_mlp(x, residual, norm, first, last, next_norm)
             if added is not None:
                 return added
-        return FusedLinear.add_mlp(self, x, residual, norm, gate_up, down, next_norm)
+        return FusedLinear.add_mlp(self, x, residual, norm, gate_up, down, next_norm, take)
 
 
 def _ordered(linear: AnyLinear) -> OrderedQuantizedWeight | None:
