@@ -116,6 +116,7 @@ class Prompts:
     slots: Tensor  # [B] i64: the slot whose prompt ends with the chunk, the dummy where the prompt goes on
     chunk_slots: Tensor  # [B] i64: the slot of every chunk
     fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot: forget what the slot held before
+    proposes: bool = True  # whether windows are proposed; else `prefill` leaves what later rows attend to, and no more
 
 
 Learnt = TypeVar("Learnt")  # what a proposer hands from `prefill` and `extend` to `propose`, of each slot; its own

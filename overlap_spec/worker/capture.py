@@ -101,7 +101,7 @@ class Parts(Generic[Forwarded, Judged]):
     """The parts of one step on one input, operation by operation.
 
     `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes. `absorb`: the
-    part of `draft` that is the same in every kind.
+    part of `draft` that is the same in every kind, and what takes its place where nothing is proposed.
     """
 
     forward: Callable[[], Forwarded]
@@ -116,7 +116,7 @@ class Parts(Generic[Forwarded, Judged]):
 class FirstRuns:
     """The kinds of sampling in which parts are run before they are captured, or to find kernels, without alike layers.
 
-    The layers always are; without any kind of `draft`, what is absorbed is.
+    The layers and what is absorbed always are.
     """
 
     judge: tuple[SamplingWork, ...] = SAMPLING_WORK
@@ -217,7 +217,7 @@ def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> N
     if parts.draft is not None:
         for kind in dict.fromkeys(map(parts.draft_work, runs.draft)):
             parts.draft(forwarded, kind)
-    if parts.absorb is not None and not runs.draft:
+    if parts.absorb is not None:
         parts.absorb(forwarded)
 
 

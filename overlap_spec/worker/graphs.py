@@ -319,12 +319,15 @@ class GraphRunner:
             for kind, each, width in zip(kinds, rows, widths, strict=True):
                 kind.draft(each, work, width)
 
+        def absorb(rows: AllRows) -> list[Any]:
+            return [eager.prompts.absorb(rows[-1], proposes) for proposes in (True, False)]
+
         parts = Parts(
             forward=lambda: eager.run_layers(shape, *inputs),
             judge=judge,
             draft=draft if drafts else None,
             draft_work=self._method.draft_work,
-            absorb=(lambda rows: eager.prompts.absorb(rows[-1])) if shape.prompts and drafts else None,
+            absorb=absorb if shape.prompts and drafts else None,
         )
         return replace(parts, marks=eager.windows.marks) if kinds[0] is eager.windows else parts
 

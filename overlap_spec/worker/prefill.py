@@ -256,8 +256,8 @@ class PrefillStep:
         return [each.write_prompts(self.target.logits, hidden, tokens, slots) for each in self._slots.outputs]
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
-        learnt = self.absorb(prefilled)
         width = self.proposed(width)
+        learnt = self.absorb(prefilled, width > 1)
         if width == 1:
             return
         drawing = self._slots.draft_sampling(prefilled.inputs.finals, self.method.draft_work(sampling))
@@ -268,11 +268,12 @@ class PrefillStep:
         """See `PartKind`. Guesses that cost nothing fill whole windows."""
         return self._slots.width if isinstance(self.method.proposer, SelfDrafting) else width
 
-    def absorb(self, prefilled: Prefilled) -> Any:
-        """The part of `draft` that a prompt needs that goes on. Returns what the proposer has learnt."""
+    def absorb(self, prefilled: Prefilled, proposes: bool = False) -> Any:
+        """The part of `draft` that a prompt needs that goes on. What is learnt is of use if it `proposes`."""
         inputs = prefilled.inputs
         next_tokens = torch.where(inputs.next_tokens < 0, prefilled.drawn[inputs.owners], inputs.next_tokens)
-        prompts = Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh)
+        ends = inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh
+        prompts = Prompts(inputs.tokens, next_tokens, *ends, proposes)
         return self.method.proposer.prefill(prompts, prefilled.rows, prefilled.output)
 
     def _divided(self, batch: SlotBatch) -> Tensor | None:

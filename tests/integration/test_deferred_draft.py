@@ -223,6 +223,24 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
     assert attended[-1:] == ([len(PROMPTS)] if bench.method.startswith("STANDALONE") else [])
 
 
+def test_a_head_attends_to_a_prompt_only_if_guesses_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before plain steps keys and values of its rows are enough."""
+    bench, attended = Bench("EAGLE3"), list[KVCache]()
+    attend = PagedAttention.__call__
+
+    def counted(self: PagedAttention, *given: Any) -> torch.Tensor:
+        attended.append(self.cache)
+        return attend(self, *given)
+
+    monkeypatch.setattr(PagedAttention, "__call__", counted)
+    of_draft = draft_cache(bench.executor.decode_step.method.proposer)
+    bench.prefill(0, PROMPTS[0], width=1)
+    assert attended and not any(cache is of_draft for cache in attended)
+    bench.prefill(1, PROMPTS[1], width=2)
+    assert any(cache is of_draft for cache in attended)
+    bench.executor.close()
+
+
 @pytest.mark.slow_but_every(3)
 def test_a_missing_row_would_be_noticed(bench: Bench) -> None:
     for _ in range(8):  # some methods' next draft makes up for the newest of them

@@ -25,6 +25,8 @@ ROW_FLOP, MOST_ROWS = 14 * 10**9, 1400  # of an 8B model's layers, and rows of a
 DRAFTED = 1.015
 SLOWER = 1.01  # products than alone: first tokens of 32 to 256 prompts took 90, 183, 368 and 728 ms
 DRAFTED_BESIDE_S = 0.0005  # the same of a step of windows and prompts, 1,024 rows, and one guess of each new window
+# The same of prompts after which nothing is proposed: `fc`, keys and values. Not measured: by their operations.
+ABSORBED, ABSORBED_BESIDE_S = 1.01, 0.00025
 UNDRAFTED = 0.996  # a plain step's time in an engine without a draft, over one with it
 
 
@@ -50,7 +52,6 @@ class WidthsEngine(SimulatedEngine):
         self._draft = None if mean is None else Synthetic(mean, LEVELS[mean])
         self._dearer = dearer
         self.drafts: dict[int, Synthetic] = {}  # of some slots, where they differ
-        self.drafts_s = 0.0 if mean is None else DRAFTED_BESIDE_S
         self._guesses: dict[int, int] = {}  # by slot
         self._judged_rows: list[tuple[int, int, list[int]]] = []  # of the last windows
         self._num_calls = 0
@@ -64,10 +65,16 @@ class WidthsEngine(SimulatedEngine):
         self.run()
         return num_requests * num_tokens / (self.now - begin)
 
+    def _start(self, plan: StepPlan) -> None:
+        beside_s = DRAFTED_BESIDE_S if plan.first_width > 1 else ABSORBED_BESIDE_S
+        self.drafts_s = 0.0 if self._draft is None else beside_s
+        super()._start(plan)
+
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
         if plan.phase is Phase.PREFILL:
             seconds, launch_s = super()._seconds(plan)
-            return seconds * (1.0 if self._draft is None else DRAFTED), launch_s
+            drafted = DRAFTED if plan.width > 1 else ABSORBED
+            return seconds * (1.0 if self._draft is None else drafted), launch_s
         ms = between(SERVED, len(plan.slots))
         taken = ms[0] + self._dearer * (ms[WIDTHS.index(plan.width)] - ms[0])
         return taken / 1000 * (UNDRAFTED if self._draft is None else 1.0), 0.0005

@@ -81,8 +81,12 @@ class AutoregressiveProposer:
         self._deferred = deferred
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
-        """Absorb prompt chunks: every row, with the token that follows it."""
-        drafted = self._head.forward(prompts.next_tokens, self._head.fuse(output), rows)
+        """Absorb prompt chunks: every row, with the token that follows it. Without guesses, keys and values alone."""
+        features = self._head.fuse(output)
+        if not prompts.proposes:
+            self._head.absorb(prompts.next_tokens, features, rows.read_whole())
+            return features  # not used
+        drafted = self._head.forward(prompts.next_tokens, features, rows)
         return drafted.values[prompts.last_rows] if rows.read is None else drafted.values
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:

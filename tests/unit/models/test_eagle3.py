@@ -23,6 +23,9 @@ from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.linear_forms import FORMS, in_form
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
+from overlap_spec.speculative.rows import reading_only
 
 F64 = torch.float64
 TARGET = tiny_target(1)
@@ -146,6 +149,23 @@ def test_rows_that_are_absorbed_have_the_keys_and_values_of_the_formula(layers: 
     after = head.forward(tokens[num_absorbed:], features[num_absorbed:], paged.rows([ROWS - num_absorbed]))
     expected = formula(checkpoint, features, target.embedding(tokens))[num_absorbed:]
     torch.testing.assert_close(after.values, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_prompts_before_plain_steps_leave_the_keys_and_values_of_all_rows(layers: int) -> None:
+    """Though of the chunk no other row than the last one would be read."""
+    target, last = load_tiny_target(TARGET), torch.tensor([ROWS - 1])
+    checkpoint = tiny_eagle3(2, TARGET, num_hidden_layers=layers)
+    draft, (tokens, output) = load_tiny_draft(checkpoint, target), inputs(64)
+    paged = Paged(num_requests=1)
+    cache = KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU)
+    head, slots, rows = draft.attach(cache, 512), torch.tensor([0]), paged.rows([ROWS])
+    proposer = AutoregressiveProposer(head, paged.page_size, DeferredRows.allocate(1, 0, 1, F64, CPU))
+    prompts = Prompts(tokens, tokens, last, slots, slots, torch.ones_like(slots), proposes=False)
+    proposer.prefill(prompts, reading_only(rows, last), output)
+    expected = keys_values(checkpoint, head.fuse(output), target.embedding(tokens))
+    for held, of_formula in zip((cache.k, cache.v), expected, strict=True):
+        torch.testing.assert_close(held[-1].flatten(0, 1)[rows.cache_rows], of_formula, atol=1e-10, rtol=0)
 
 
 def test_keys_and_values_are_a_view_of_contiguous_rows_and_else_come_with_queries() -> None:
