@@ -41,6 +41,7 @@ struct Barrier {
 // `bar.sync` and `bar.arrive` of one number.
 struct NamedBarrier {
     u32 wanted = 0, arrived = 0;
+    bool given = false, result = false;  // whether a thread that arrived gave true; of the last meeting
     Waiters waiting;
 };
 
@@ -191,7 +192,7 @@ void forget_barrier(Place place);
 void change_barrier(Place place, u32 arrivals, long long bytes);  // bytes that are expected, or come (below zero)
 bool has_ended(Place place, u32 parity);                          // the phase of that parity
 void wait_barrier(Place place, u32 parity);
-void meet_named(u32 number, u32 threads, bool waits);
+bool meet_named(u32 number, u32 threads, bool waits, bool own = false);  // whether any thread gave true
 void arrive_cluster();
 void wait_cluster();
 void leave_barriers(Thread& thread);  // one that has ended is no longer waited for

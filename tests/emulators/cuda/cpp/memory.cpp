@@ -25,7 +25,8 @@ u32 address_of(const void* pointer) {
     const char* at = static_cast<const char*>(pointer);
     const Program& program = *current->program;
     if (at < program.memory || at > program.memory + program.size) fail("a pointer is not to this program's shared memory");
-    return at - program.memory;
+    u32 offset = at - program.memory;  // as on a GPU, a program's own address in a cluster tells which one it is
+    return launch.cluster > 1 ? address_in(offset, &program - program.cluster->programs) : offset;
 }
 
 u32 address_in(u32 address, u32 rank) {
@@ -115,20 +116,24 @@ void wait_barrier(Place place, u32 parity) {
 
 // ---- barriers of programs and clusters ----
 
-void meet_named(u32 number, u32 threads, bool waits) {
+bool meet_named(u32 number, u32 threads, bool waits, bool own) {
     if (number >= 16) fail("there is no barrier %u", number);
     if (threads % 32) fail("barrier %u of %u threads: they are whole warps", number, threads);
     NamedBarrier& barrier = current->program->named[number];
     if (barrier.arrived && barrier.wanted != threads)
         fail("barrier %u of %u threads, while others are at it with %u", number, threads, barrier.wanted);
     barrier.wanted = threads;
+    barrier.given |= own;
     u32 all = threads ? threads : current->program->live;
     if (++barrier.arrived == all) {
         barrier.arrived = 0;
+        barrier.result = barrier.given;
+        barrier.given = false;
         wake(barrier.waiting);
     } else if (waits) {
         block(barrier.waiting, {"named barrier", number, all});
     }
+    return barrier.result;
 }
 
 namespace {

@@ -26,6 +26,7 @@ struct u16 : Type<uint16_t> {};
 struct s16 : Type<int16_t> {};
 struct b32 : Type<uint32_t> {};
 struct u32 : Type<uint32_t> {};
+struct pred : Type<bool> {};
 struct s32 : Type<int32_t> {};
 struct b64 : Type<unsigned long long> {};
 struct u64 : Type<unsigned long long> {};

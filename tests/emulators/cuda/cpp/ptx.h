@@ -187,6 +187,10 @@ inline void bar_arrive(uint32_t number, uint32_t threads) {
     emulator::meet_named(number, threads, false);
     let_others_run();
 }
+template <class T>
+void bar_red_or(bool& any, uint32_t number, uint32_t threads, bool own) {
+    any = emulator::meet_named(number, threads, true, own);
+}
 inline void barrier(uint32_t number, uint32_t threads = 0) { bar(number, threads); }
 inline void barrier_arrive(uint32_t number, uint32_t threads) { bar_arrive(number, threads); }
 inline void barrier_cluster_arrive() {
