@@ -31,6 +31,24 @@ def test_chunks(heads: HeadShape, page_size: int, cut: Cut, dtype: torch.dtype) 
         torch.testing.assert_close(actual.float(), expected, **CLOSE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_whose_scores_grow_have_their_bits_beside_any_others(dtype: torch.dtype) -> None:
+    """Of some rows they grow by more than weights may."""
+    inputs = attention_inputs(LLAMA, [(2000, 300)], 16, dtype)
+    places = torch.arange(2300)
+    rows = inputs.page_table[0, places // 16].long(), places % 16
+    inputs.k_cache[rows] = (inputs.k_cache[rows] * 0.2 + (places / 200)[:, None, None]).to(dtype)
+    inputs.q[::7] = inputs.q[::7].abs()
+    chunks, cut = Chunks(*(to_device(value, "cuda") for value in inputs[:6]), 300), Cut(2, Division(1))
+    wide = (tensor.float() for tensor in chunks[:3])
+    expected = paged_attention_reference(*wide, *chunks[3:6], inputs.scale)
+    actual = attend_to_chunks(chunks, inputs.scale, cut)
+    torch.testing.assert_close(actual.float(), expected, **CLOSE[dtype])
+    starts = torch.tensor([0, 290], dtype=torch.int32, device="cuda")
+    others = chunks._replace(q=chunks.q[10:], row_starts=starts, positions=chunks.positions[10:], max_rows=290)
+    assert torch.equal(attend_to_chunks(others, inputs.scale, cut), actual[10:])
+
+
 def test_a_captured_step_takes_other_requests() -> None:
     """Rows and positions change between replays; empty requests and rows of none are among them."""
     inputs = attention_inputs(LLAMA, [(900, 96), (0, 0), (3, 160)], 16, torch.bfloat16)

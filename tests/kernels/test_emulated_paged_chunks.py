@@ -46,6 +46,7 @@ CASES = [
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
     module._kernel.cache_clear()
     cuda_emulator.install(monkeypatch, module)
+    monkeypatch.setattr(module, "_num_multiprocessors", lambda device: cuda_emulator.multiprocessors)
     yield cuda_emulator
     module._kernel.cache_clear()
 
@@ -76,3 +77,34 @@ def test_chunks(emulator: CudaEmulator, case: Case, seed: int, monkeypatch: pyte
     expected = paged_attention_reference(*wide, *inputs[3:6], inputs.scale)
     actual = combined(*case.cut.attend(chunks, inputs.scale))
     assert float((actual - expected).norm() / expected.norm()) < ERROR[case.dtype]
+
+
+def growing(dtype: torch.dtype = BFLOAT) -> tuple[Chunks, float]:
+    """Scores grow along the keys by more than weights may, up to e^30 in a tile, of some rows."""
+    given = attention_inputs(LLAMA, [(250, 70)], 16, dtype)
+    places = torch.arange(320)
+    rows = given.page_table[0, places // 16].long(), places % 16
+    given.k_cache[rows] = (given.k_cache[rows] * 0.2 + (places / 40)[:, None, None]).to(dtype)
+    given.q[:10] = given.q[:10].abs()
+    given.q[10:] = given.q[10:] * 0.1
+    return Chunks(*(guarded(tensor) for tensor in given[:6]), given.max_rows), given.scale
+
+
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_scores_beyond_what_weights_are_relative_to(dtype: torch.dtype) -> None:
+    chunks, scale = growing(dtype)
+    wide = (tensor.float() for tensor in chunks[:3])
+    expected = paged_attention_reference(*wide, *chunks[3:6], scale)
+    actual, _ = Cut(2, Division(1)).attend(chunks, scale)
+    assert float((actual - expected).norm() / expected.norm()) < ERROR[dtype]
+
+
+@pytest.mark.usefixtures("emulator")
+def test_a_row_has_its_bits_whatever_scores_are_beside_it() -> None:
+    """Scores of a tile are multiplied again for some rows alone."""
+    chunks, scale = growing()
+    beside, _ = Cut(2, Division(1)).attend(chunks, scale)
+    chunks.q[:10] = chunks.q[10:20]
+    others, _ = Cut(2, Division(1)).attend(chunks, scale)
+    assert torch.equal(beside[10:], others[10:])

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from overlap_spec_kernels.attention import paged_chunks as module
-from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, products_header, takes
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, Division, products_header, takes
 from overlap_spec_kernels.nvrtc import CudaCode
 
 BFLOAT = torch.bfloat16
@@ -68,6 +68,14 @@ def test_few_keys_are_not_divided() -> None:
     assert 6000 < CUT.divided(chunks(384)).least_keys < 8192
     assert 512 < CUT.divided(chunks(200)).least_keys < 1200
     assert CUT.divided(chunks(512)).least_keys == 0
+
+
+@pytest.mark.usefixtures("hopper")
+def test_heads_follow_one_another_where_one_fills_the_gpu() -> None:
+    """8,192 rows of one request are 128 tiles of two programs."""
+    found = {rows: CUT.goes_by_head(chunks(rows, requests=1), Division(1)) for rows in (1024, 4096, 4224, 8192)}
+    assert found == {1024: False, 4096: False, 4224: True, 8192: True}
+    assert not CUT.goes_by_head(chunks(8192, requests=2), Division(1))
 
 
 def test_tiles_for_any_division_of_the_rows() -> None:

@@ -30,7 +30,7 @@ _MANY_REQUESTS, _SHORT_ROWS = (
     16,
     128,
 )  # of more requests with so few rows, a program's beginning is longer than its work
-_STAGES = 6  # of 32 KB with heads of 128: with q 224 of 227 KB
+_STAGES = 6  # of 32 KB with heads of 128
 _MAX_SPLITS = 8  # so many are combined by a kernel for few
 _USUAL_KEYS = 16384  # for which keys are divided, if a request may have as many
 _KEY_NS = 13.5  # that a program takes for a key (benchmarks/results/choosing/chunks_first_h200.json, as is the next)
@@ -56,6 +56,7 @@ class _Work(ctypes.Structure):
         ("num_requests", ctypes.c_int),
         ("num_splits", ctypes.c_int),
         ("least_keys", ctypes.c_int),
+        ("by_head", ctypes.c_int),
     )
 
 
@@ -99,7 +100,6 @@ class Cut(NamedTuple):
     def attend(self, chunks: Chunks, scale: float) -> tuple[Tensor, Sums | None]:
         """The rows' attention [T, nq, d], of which some may yet have to be combined. Sync: never."""
         q, (num_rows, num_heads, head_dim) = chunks.q, chunks.q.shape
-        programs = self.num_tiles(chunks) * self.cluster * chunks.k_cache.shape[2]
         division = self.division or self.divided(chunks)
         out, splits, sums = torch.empty_like(q, memory_format=torch.contiguous_format), division.num_splits, None
         if splits > 1:
@@ -109,8 +109,22 @@ class Cut(NamedTuple):
             )
         box = self._box(chunks.k_cache.shape[1])
         maps = (_pages_map(cache, box) for cache in (chunks.k_cache, chunks.v_cache))
-        self._kernel(chunks).launch(programs * splits, (*maps, _work(chunks, out, sums, scale, division)))
+        programs = self.programs_of_head(chunks, division) * chunks.k_cache.shape[2]
+        work = _work(chunks, out, sums, scale, division, self.goes_by_head(chunks, division))
+        self._kernel(chunks).launch(programs, (*maps, work))
         return out, sums
+
+    def programs_of_head(self, chunks: Chunks, division: Division) -> int:
+        """Of one KV head."""
+        return self.num_tiles(chunks) * self.cluster * division.num_splits
+
+    def goes_by_head(self, chunks: Chunks, division: Division) -> bool:
+        """Whether all programs of a head begin before those of the next: where they fill the GPU by themselves.
+
+        Tiles of several requests are not in the order of their keys: each head could end with the longest.
+        """
+        programs = self.programs_of_head(chunks, division)
+        return chunks.page_table.shape[0] == 1 and programs >= _num_multiprocessors(chunks.q.device)
 
     def num_tiles(self, chunks: Chunks) -> int:
         """Most tiles that the requests may have, whatever their rows are. A cluster takes one."""
@@ -172,7 +186,7 @@ def takes(chunks: Chunks, scale: float, window: int | None, sinks: Tensor | None
     return aligned and chunks.group <= _PAIRS and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
 
 
-def _work(chunks: Chunks, out: Tensor, sums: Sums | None, scale: float, division: Division) -> _Work:
+def _work(chunks: Chunks, out: Tensor, sums: Sums | None, scale: float, division: Division, by_head: bool) -> _Work:
     return _Work(
         q=chunks.q.data_ptr(),
         out=out.data_ptr(),
@@ -188,6 +202,7 @@ def _work(chunks: Chunks, out: Tensor, sums: Sums | None, scale: float, division
         num_requests=chunks.page_table.shape[0],
         num_splits=division.num_splits,
         least_keys=division.least_keys,
+        by_head=by_head,
     )
 
 
@@ -206,21 +221,22 @@ def _num_multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _kernel(defines: tuple[str, ...], head_dim: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     code = CudaCode(SOURCE, defines, (("attention_products.h", products_header(head_dim, dtype)),))
-    shared = (_PAIRS + _STAGES * _KEYS) * head_dim * dtype.itemsize
+    shared = _STAGES * _KEYS * head_dim * dtype.itemsize
     return CudaKernel(code, "attention_of_chunks", _THREADS, shared)
 
 
 def products_header(head_dim: int, dtype: torch.dtype) -> str:
-    """The text of `attention_products.h`: the products of 64 pairs with keys, and of their weights with values."""
+    """The text of `attention_products.h`: products of 64 pairs with keys, and of their weights with values."""
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     scores, sums = _KEYS // 2, head_dim // 2
     return f"""
-__device__ __forceinline__ void multiply_keys(float (&sums)[{scores}], u64 q, u64 keys, bool add) {{
+__device__ __forceinline__ void multiply_keys(float (&sums)[{scores}], const u32* q, u64 keys, bool add) {{
     asm volatile(
-        "{{ .reg .pred add; setp.ne.b32 add, %{scores + 2}, 0;\\n"
+        "{{ .reg .pred add; setp.ne.b32 add, %{scores + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{_KEYS}k16.f32.{kind}.{kind} {{{_numbers(scores)}}}, "
-        "%{scores}, %{scores + 1}, add, 1, 1, 0, 0; }}"
-        : {_outputs(scores)} : "l"(q), "l"(keys), "r"(static_cast<int>(add)));
+        "{{{_numbers(4, scores)}}}, %{scores + 4}, add, 1, 1, 0; }}"
+        : {_outputs(scores)}
+        : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(keys), "r"(static_cast<int>(add)));
 }}
 
 // Values have a row for each key, across which they are read.
@@ -228,7 +244,7 @@ __device__ __forceinline__ void multiply_values(float (&sums)[{sums}], const u32
     asm volatile(
         "{{ .reg .pred add; setp.ne.b32 add, %{sums + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{head_dim}k16.f32.{kind}.{kind} {{{_numbers(sums)}}}, "
-        "{{{", ".join(f"%{sums + i}" for i in range(4))}}}, %{sums + 4}, add, 1, 1, 1; }}"
+        "{{{_numbers(4, sums)}}}, %{sums + 4}, add, 1, 1, 1; }}"
         : {_outputs(sums)}
         : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(1));
 }}
@@ -241,8 +257,8 @@ __device__ __forceinline__ u32 round2(float low, float high) {{
 """
 
 
-def _numbers(count: int) -> str:
-    return ", ".join(f"%{i}" for i in range(count))
+def _numbers(count: int, first: int = 0) -> str:
+    return ", ".join(f"%{first + i}" for i in range(count))
 
 
 def _outputs(count: int) -> str:

@@ -7,13 +7,16 @@
 // next tile are exponentiated. CLUSTER neighbouring programs have neighbouring rows and the same keys: each copies its
 // part of a tile to all of them, or the L2 cache would bound 128 pairs.
 //
-//     q       [warpgroup] | [HEAD_DIM / 64][64 pairs][64] |                  swizzled by 128 bytes
-//     ring    [stage]     | [128 / 8 keys][HEAD_DIM / 64][8 keys][64] |      keys and values in turn: K0 K1 V0 K2 V1 ..
+//     ring    [stage] | [128 / 8 keys][HEAD_DIM / 64][8 keys][64] |      keys and values in turn: K0 K1 V0 K2 V1 ..
 //     full    of a stage: its bytes have arrived, from all programs of the cluster
 //     empty   of a stage: the multiplying warpgroups of all programs of the cluster have read it
 //
+// q stays in registers: a product that read both operands from shared memory would, with the copies that arrive beside
+// it, need all of its 128 bytes a clock.
+//
 // Counted for heads of 128, a tile of 128 keys takes 2048 clocks of the tensor cores. Beside these, 16384 exponentials
-// take 1024 clocks, and 9 warps issue about 1200 instructions on each scheduler. 64 KB come for CLUSTER programs.
+// take 1024 clocks, and 9 warps issue about 900 instructions on each scheduler. 64 KB come for CLUSTER programs. At the
+// limit of its power the GPU clocks down, so each instruction and byte less makes long prompts faster.
 //
 // In this order of a stage a copy brings whole keys of a page, and both products find rows at even distances: K is read
 // along its rows, V across them.
@@ -44,6 +47,7 @@ struct Work {
     int num_requests;  // B
     int num_splits;
     int least_keys;  // of a tile that is divided
+    int by_head;     // whether the heads' tiles begin one head after another
 };
 
 constexpr int GROUPS = 2;   // warpgroups that multiply
@@ -52,7 +56,6 @@ constexpr int KEYS = 128;   // of a tile
 constexpr int ROWS = GROUPS * PAIRS / GROUP;  // of a program
 constexpr int EIGHT_KEYS = HEAD_DIM / 64 * 1024;  // bytes of eight keys
 constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int Q_BYTES = PAIRS * HEAD_DIM * 2;
 constexpr int BOXES = KEYS / BOX / CLUSTER;  // of a tile, that one program copies
 constexpr int SCORES = KEYS / 2;             // of a thread: 64 x KEYS over 128 threads
 constexpr int SUMS = HEAD_DIM / 2;
@@ -84,7 +87,7 @@ __device__ __forceinline__ int quotient_up(int numerator, int denominator) {
 }
 
 #include "paged_chunks_parts.cuh"  // Part, part_of_program(work, rank)
-#include "paged_chunks_softmax.cuh"  // Softmax, finish(sums, softmax, work, part, group)
+#include "paged_chunks_softmax.cuh"  // Softmax
 
 // ---- the warpgroup that copies: one warp of it ----
 
@@ -140,20 +143,21 @@ constexpr int OWN = 1, TURN = OWN + GROUPS;  // barriers of threads, by warpgrou
 __device__ __forceinline__ void take_turn(int group) { meet_threads(TURN + group, GROUPS * 128); }
 __device__ __forceinline__ void pass_turn(int group) { pass_threads(TURN + 1 - group, GROUPS * 128); }
 
-// The warpgroup's pairs of q, in order for products; zeros where there is none.
-__device__ __forceinline__ void place_q(const Work& work, const Part& part, char* q, int group) {
-    constexpr int PIECES = HEAD_DIM / 8;  // of 16 bytes
-    int thread = threadIdx.x % 128, piece = thread % PIECES;
-    for (int pair = thread / PIECES; pair < PAIRS; pair += 128 / PIECES) {
-        int row = part.row_of(group * PAIRS + pair), head = part.head_of(group * PAIRS + pair);
+// The thread's columns of its pairs of q, as products take them; zeros where there is no row.
+using Q = u32[HEAD_DIM / 4];
+
+__device__ __forceinline__ void load_q(Q& q, const Work& work, const Part& part, int group) {
+    int thread = threadIdx.x % 128, first = group * PAIRS + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+        int row = part.row_of(first + 8 * below), head = part.head_of(first + 8 * below);
         const u16* from = work.q + static_cast<long long>(row) * work.q_row_stride + head * work.q_head_stride;
-        uint4 value = make_uint4(0, 0, 0, 0);
-        if (row < part.end_row) value = *reinterpret_cast<const uint4*>(from + piece * 8);
-        int target = piece / 8 * (PAIRS * 128) + pair * 128 + (piece % 8 ^ pair % 8) * 16;
-        *reinterpret_cast<uint4*>(q + target) = value;
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 8; ++k) {
+            const u16* two = from + k * 8 + thread % 4 * 2;
+            q[k / 2 * 4 + k % 2 * 2 + below] = row < part.end_row ? *reinterpret_cast<const u32*>(two) : 0;
+        }
     }
-    show_to_copies();  // and to products
-    meet_threads(OWN + group, 128);
 }
 
 // Zeros for values of keys after the last: their weights are zero, but a page may hold anything. Both warpgroups write
@@ -171,21 +175,29 @@ __device__ __forceinline__ void clear_after(const Part& part, char* tile, int gr
     meet_threads(OWN + group, 128);
 }
 
-__device__ __forceinline__ void begin_scores(float (&scores)[SCORES], u32 q, u32 keys) {
+// The low word of a tile's descriptor; that of a place in it is a constant more. In a cluster, higher bits of an address
+// in shared memory tell the program.
+__device__ __forceinline__ u32 low_word(const char* tile) { return (shared(tile) & 0x3FFFF) >> 4; }
+
+__device__ __forceinline__ u64 descriptor(u32 low) {
+    return static_cast<u64>(1u << 30 | EIGHT_KEYS >> 4) << 32 | low;
+}
+
+__device__ __forceinline__ void begin_scores(float (&scores)[SCORES], const Q& q, const char* tile) {
+    u32 keys = low_word(tile);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        u64 of_q = described(q + k / 4 * (PAIRS * 128) + k % 4 * 32);
-        multiply_keys(scores, of_q, described(keys + k / 4 * 1024 + k % 4 * 32, EIGHT_KEYS), k > 0);
-    }
+    for (int k = 0; k < HEAD_DIM / 16; ++k)
+        multiply_keys(scores, &q[4 * k], descriptor(keys + (k / 4 * 1024 + k % 4 * 32) / 16), k > 0);
     commit_products();
 }
 
-__device__ __forceinline__ void begin_sums(float (&sums)[SUMS], const u32 (&weights)[SCORES / 2], u32 values) {
+__device__ __forceinline__ void begin_sums(float (&sums)[SUMS], const u32 (&weights)[SCORES / 2], const char* tile) {
+    u32 values = low_word(tile) | 1024 / 16 << 16;  // from 64 columns to the next
     begin_products();
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k)
-        multiply_values(sums, &weights[4 * k], described(values + 2 * k * EIGHT_KEYS, EIGHT_KEYS, 1024));
+        multiply_values(sums, &weights[4 * k], descriptor(values + 2 * k * EIGHT_KEYS / 16));
     commit_products();
 }
 
@@ -195,17 +207,19 @@ __device__ __forceinline__ void release(Barriers& barriers, const Place& place) 
 }
 
 __device__ __forceinline__ void attend(
-    const Work& work, const Part& part, char* own_q, char* ring, Barriers& barriers, int group
+    const Work& work, const Part& part, char* ring, Barriers& barriers, int group
 ) {
     float scores[SCORES], sums[SUMS];
-    u32 weights[SCORES / 2], q = shared(own_q);
+    u32 weights[SCORES / 2];
+    Q q;
+    load_q(q, work, part, group);
     Softmax softmax(work, part, group);
     Place place;
     if (group == 1) pass_turn(group);
 
     wait(&barriers.full[0], 0);
     take_turn(group);
-    begin_scores(scores, q, shared(ring));
+    begin_scores(scores, q, ring);
     pass_turn(group);
     wait_products<0>();
     release(barriers, place);
@@ -220,9 +234,9 @@ __device__ __forceinline__ void attend(
         values.advance();
         wait(&barriers.full[place.stage], place.parity);
         take_turn(group);
-        begin_scores(scores, q, shared(ring + place.stage * TILE_BYTES));
+        begin_scores(scores, q, ring + place.stage * TILE_BYTES);
         wait(&barriers.full[values.stage], values.parity);
-        begin_sums(sums, weights, shared(ring + values.stage * TILE_BYTES));
+        begin_sums(sums, weights, ring + values.stage * TILE_BYTES);
         pass_turn(group);
         wait_products<1>();  // the scores
         softmax.take(scores, tile);
@@ -238,7 +252,7 @@ __device__ __forceinline__ void attend(
     wait(&barriers.full[place.stage], place.parity);
     clear_after(part, ring + place.stage * TILE_BYTES, group);
     take_turn(group);
-    begin_sums(sums, weights, shared(ring + place.stage * TILE_BYTES));
+    begin_sums(sums, weights, ring + place.stage * TILE_BYTES);
     if (group == 0) pass_turn(group);
     wait_products<0>();
     softmax.finish(sums, work, part);
@@ -247,10 +261,9 @@ __device__ __forceinline__ void attend(
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1) attention_of_chunks(
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const __grid_constant__ Work work
 ) {
-    extern __shared__ __align__(1024) char memory[];
+    extern __shared__ __align__(1024) char ring[];
     __shared__ Barriers barriers;
     u32 rank = rank_in_cluster();
-    char* ring = memory + GROUPS * Q_BYTES;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             set_up(&barriers.full[stage], 1);
@@ -269,12 +282,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     } else {
         take_registers<240>();
         int group = threadIdx.x / 128 - 1;
-        if (part.num_tiles > 0) {
-            place_q(work, part, memory + group * Q_BYTES, group);
-            attend(work, part, memory + group * Q_BYTES, ring, barriers, group);
-        } else if (part.first_row < part.end_row) {
+        if (part.num_tiles > 0)
+            attend(work, part, ring, barriers, group);
+        else if (part.first_row < part.end_row)
             Softmax(work, part, group).note(work, part);
-        }
     }
     meet_cluster();  // no program leaves while the other may send to it
 }

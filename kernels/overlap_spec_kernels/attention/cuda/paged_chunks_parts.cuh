@@ -45,13 +45,15 @@ struct Part {
     __device__ __forceinline__ int head_of(int pair) const { return kv_head * GROUP + pair % GROUP; }
 };
 
-// The last tiles begin first: of a prompt they have the most keys, and what begins last is to be short.
+// The last tiles begin first: of a prompt they have the most keys, and what begins last is to be short. Where a KV head's
+// tiles fill the GPU, one head comes after another, and its keys stay in the L2 cache: 8 have 134 MB of 32,768 keys.
 __device__ __forceinline__ Part part_of_program(const Work& work, u32 rank) {
-    int number = (gridDim.x - 1 - blockIdx.x) / CLUSTER;
+    int of_head = gridDim.x / CLUSTER / KV_HEADS, number = (gridDim.x - 1 - blockIdx.x) / CLUSTER;
     Part part;
-    part.kv_head = number % KV_HEADS;
-    part.split = number / KV_HEADS % work.num_splits;
-    Rows rows = rows_of_tile(work, number / KV_HEADS / work.num_splits);
+    part.kv_head = work.by_head ? number / of_head : number % KV_HEADS;
+    number = work.by_head ? number % of_head : number / KV_HEADS;
+    part.split = number % work.num_splits;
+    Rows rows = rows_of_tile(work, number / work.num_splits);
     part.request = rows.request;
     part.first_row = rows.first + rank * ROWS;
     part.end_row = min(rows.end, part.first_row + ROWS);

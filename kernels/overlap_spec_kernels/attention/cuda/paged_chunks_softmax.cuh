@@ -68,7 +68,9 @@ struct Softmax {
         for (int i = 0; i < SCORES / 2; ++i) weights[i] = round2(scores[2 * i], scores[2 * i + 1]);
     }
 
+    // In most tiles of many, no pair of a warp has a higher score than before.
     __device__ __forceinline__ void rescale(float (&sums)[SUMS]) const {
+        if (!__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] *= factor[i / 2 % 2];
     }
