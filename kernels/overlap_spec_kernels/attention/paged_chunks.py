@@ -88,7 +88,7 @@ class Sums(NamedTuple):
     """What splits leave to be combined."""
 
     sums: Tensor  # [T, nq, splits, d] float32, not divided by their weights
-    stats: Tensor  # [T, nq, splits, 2] float32: highest score, sum of weights; WHOLE of rows that are in `out`
+    stats: Tensor  # [T, nq, splits, 2] float32: a score, sum of weights relative to it; WHOLE of rows that are in `out`
 
 
 class Cut(NamedTuple):
@@ -227,9 +227,11 @@ def _kernel(defines: tuple[str, ...], head_dim: int, dtype: torch.dtype, device:
 
 def products_header(head_dim: int, dtype: torch.dtype) -> str:
     """The text of `attention_products.h`: products of 64 pairs with keys, and of their weights with values."""
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    kind, most = ("bf16", 2.0**30) if dtype == torch.bfloat16 else ("f16", 2.0**14)
     scores, sums = _KEYS // 2, head_dim // 2
     return f"""
+constexpr float MOST = {most}f;  // that a thread's weights of a tile sum up to: {kind} has more
+
 __device__ __forceinline__ void multiply_keys(float (&sums)[{scores}], const u32* q, u64 keys, bool add) {{
     asm volatile(
         "{{ .reg .pred add; setp.ne.b32 add, %{scores + 5}, 0;\\n"

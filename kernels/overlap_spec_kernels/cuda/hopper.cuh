@@ -261,6 +261,19 @@ __device__ __forceinline__ void pass_threads(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Meet, and learn whether any thread gave true. The vote tells the compiler that a warp agrees.
+__device__ __forceinline__ bool any_of_threads(int barrier, int threads, bool own) {
+    u32 any;
+    asm volatile(
+        "{ .reg .pred own, any; setp.ne.u32 own, %1, 0;\n"
+        "  bar.red.or.pred any, %2, %3, own;\n"
+        "  selp.u32 %0, 1, 0, any; }"
+        : "=r"(any)
+        : "r"(static_cast<u32>(own)), "r"(barrier), "r"(threads)
+        : "memory");
+    return __any_sync(0xffffffff, any);
+}
+
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -15,7 +15,7 @@
 // it, need all of its 128 bytes a clock.
 //
 // Counted for heads of 128, a tile of 128 keys takes 2048 clocks of the tensor cores. Beside these, 16384 exponentials
-// take 1024 clocks, and 9 warps issue about 900 instructions on each scheduler. 64 KB come for CLUSTER programs. At the
+// take 1024 clocks, and 9 warps issue about 700 instructions on each scheduler. 64 KB come for CLUSTER programs. At the
 // limit of its power the GPU clocks down, so each instruction and byte less makes long prompts faster.
 //
 // In this order of a stage a copy brings whole keys of a page, and both products find rows at even distances: K is read
@@ -29,14 +29,14 @@
 // STAGES and CLUSTER; `attention_products.h` is written for HEAD_DIM and the type. paged_chunks.py chooses.
 
 #include "hopper.cuh"
-#include "attention_products.h"  // multiply_keys(scores, q, k, add), multiply_values(sums, p, v), round2(low, high)
+#include "attention_products.h"  // MOST, multiply_keys(scores, q, k, add), multiply_values(sums, p, v), round2
 
 // What the kernel is given beside the tensor maps; the same fields in paged_chunks.py.
 struct Work {
     const u16* q;                // [T, heads, HEAD_DIM]
     u16* out;                    // [T, heads, HEAD_DIM], of tiles that are not divided
     float* sums;                 // [T, heads, splits, HEAD_DIM]; or null if there is one split, as is
-    float* stats;                // [T, heads, splits, 2]: highest score, sum of weights; or (0, WHOLE) of the first
+    float* stats;                // [T, heads, splits, 2]: a score, sum of weights relative to it; or (0, WHOLE)
     const int* page_table;       // [B, ..]
     const int* row_starts;       // [B + 1]
     const long long* positions;  // [T]
@@ -223,7 +223,7 @@ __device__ __forceinline__ void attend(
     pass_turn(group);
     wait_products<0>();
     release(barriers, place);
-    softmax.take(scores, 0);
+    softmax.take_anew<true>(scores, 0);
     softmax.weigh(weights, scores);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
@@ -232,18 +232,28 @@ __device__ __forceinline__ void attend(
         place.advance();
         Place values = place;
         values.advance();
+        const char* keys = ring + place.stage * TILE_BYTES;
         wait(&barriers.full[place.stage], place.parity);
         take_turn(group);
-        begin_scores(scores, q, ring + place.stage * TILE_BYTES);
+        begin_scores(scores, q, keys);
         wait(&barriers.full[values.stage], values.parity);
         begin_sums(sums, weights, ring + values.stage * TILE_BYTES);
         pass_turn(group);
         wait_products<1>();  // the scores
         softmax.take(scores, tile);
-        if (softmax.has_weighed()) release(barriers, place);
+        // The assembler puts a wait for products as early as it can, and what is to run beside them behind it; but not
+        // before this meeting, which depends on all weights.
+        bool anew = any_of_threads(OWN + group, 128, softmax.exceeds());
+        if (!anew) release(barriers, place);
         wait_products<0>();
         release(barriers, values);
-        softmax.rescale(sums);
+        if (anew) {
+            begin_scores(scores, q, keys);
+            wait_products<0>();
+            release(barriers, place);
+            softmax.take_anew<false>(scores, tile);
+            softmax.rescale(sums);
+        }
         softmax.weigh(weights, scores);
         place = values;
     }

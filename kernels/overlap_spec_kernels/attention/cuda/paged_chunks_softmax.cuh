@@ -1,5 +1,11 @@
 // The online softmax of paged_chunks.cu, in registers.
 //
+// Weights are relative to a score of the pair, its reference: the highest one of the first tile. It is kept until weights
+// of a tile that a thread has sum up to more than MOST; then the pair takes the highest score of this tile instead. Its
+// scores are multiplied again for that, since weights are in their place. So most tiles need neither their highest score
+// nor a scaling of the sums (FlashAttention-4 saves the scaling alone). What a pair takes follows from its own scores,
+// whatever pairs are beside it.
+//
 // Thread t of a warpgroup has pairs t / 32 * 16 + t % 32 / 4 and 8 below. Of a tile it has keys, and of the sums
 // columns, 8 j + t % 4 * 2 and the next: scores[4 j], scores[4 j + 1] and, of the pair below, scores[4 j + 2],
 // scores[4 j + 3]. Four threads share a pair. Weights of 16 keys, rounded, are what a product takes from registers.
@@ -9,7 +15,7 @@ struct Softmax {
     int row[2], head[2], position[2];  // of the thread's two pairs; position -1 where there is none
     int seen;                          // tiles that every pair of the warpgroup sees whole
     int first_key;                     // of this thread
-    float scale, highest[2], total[2], factor[2];
+    float scale, reference[2], total[2], factor[2], added[2];
 
     __device__ __forceinline__ Softmax(const Work& work, const Part& part, int group) {
         int thread = threadIdx.x % 128, first = group * PAIRS;
@@ -19,7 +25,7 @@ struct Softmax {
             row[below] = part.row_of(pair);
             head[below] = part.head_of(pair);
             position[below] = row[below] < part.end_row ? static_cast<int>(work.positions[row[below]]) : -1;
-            highest[below] = LOWEST;
+            reference[below] = LOWEST;
             total[below] = 0.0f;
         }
         int lowest = part.row_of(first) < part.end_row ? static_cast<int>(work.positions[part.row_of(first)]) : -1;
@@ -28,19 +34,42 @@ struct Softmax {
         scale = work.scale_log2;
     }
 
-    // Scores become weights, relative to the highest score so far; `factor` is for what was weighed before.
+    // Scores become weights, whose sum of this tile is `added`.
     __device__ __forceinline__ void take(float (&scores)[SCORES], int tile) {
+        if (tile >= seen) hide(scores, first_key + tile * KEYS);
+        exponentiate(scores);
+    }
+
+    // Whether a pair needs another reference; with a NaN, too.
+    __device__ __forceinline__ bool exceeds(int below) const { return !(added[below] <= MOST); }
+    __device__ __forceinline__ bool exceeds() const { return exceeds(0) || exceeds(1); }
+
+    // The same with another reference, of the pairs that need one, or of all. `factor` is for what was weighed before.
+    template <bool ALL>
+    __device__ __forceinline__ void take_anew(float (&scores)[SCORES], int tile) {
         if (tile >= seen) hide(scores, first_key + tile * KEYS);
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
-            float top = highest[below];
+            float top = reference[below];
 #pragma unroll
             for (int j = 2 * below; j < SCORES; j += 4) top = fmaxf(top, fmaxf(scores[j], scores[j + 1]));
 #pragma unroll
             for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-            factor[below] = exp2_of((highest[below] - top) * scale);
-            highest[below] = top;
-            float shift = top * scale, sum = 0.0f;
+            if (!ALL) {
+                u32 of_pair = __ballot_sync(ALL_LANES, exceeds(below)) >> (threadIdx.x % 32 & ~3) & 15;
+                if (!of_pair) top = reference[below];
+            }
+            factor[below] = exp2_of((reference[below] - top) * scale);
+            reference[below] = top;
+            total[below] *= factor[below];
+        }
+        exponentiate(scores);
+    }
+
+    __device__ __forceinline__ void exponentiate(float (&scores)[SCORES]) {
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            float shift = reference[below] * scale, sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < SCORES / 4; ++j) {
 #pragma unroll
@@ -49,13 +78,9 @@ struct Softmax {
                     sum += scores[i];
                 }
             }
-            total[below] = total[below] * factor[below] + sum;
+            added[below] = sum;
         }
     }
-
-    // Always true, of NaN too. The assembler puts a wait for products as early as it can, and exponentials that are to
-    // run beside these products behind it. It keeps both in order around an arrival that depends on all weights.
-    __device__ __forceinline__ bool has_weighed() const { return !(total[0] + total[1] < 0.0f); }
 
     __device__ __forceinline__ void hide(float (&scores)[SCORES], int key) const {
 #pragma unroll
@@ -63,14 +88,14 @@ struct Softmax {
             if (key + i / 4 * 8 + i % 2 > position[i / 2 % 2]) scores[i] = -__int_as_float(0x7f800000);
     }
 
-    __device__ __forceinline__ void weigh(u32 (&weights)[SCORES / 2], const float (&scores)[SCORES]) const {
+    // Weights as products take them.
+    __device__ __forceinline__ void weigh(u32 (&weights)[SCORES / 2], const float (&scores)[SCORES]) {
+        for (int below = 0; below < 2; ++below) total[below] += added[below];
 #pragma unroll
         for (int i = 0; i < SCORES / 2; ++i) weights[i] = round2(scores[2 * i], scores[2 * i + 1]);
     }
 
-    // In most tiles of many, no pair of a warp has a higher score than before.
     __device__ __forceinline__ void rescale(float (&sums)[SUMS]) const {
-        if (!__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] *= factor[i / 2 % 2];
     }
@@ -83,13 +108,13 @@ struct Softmax {
         return place(below) * work.num_splits + part.split;
     }
 
-    // The highest score and the sum of weights; a split without keys has weight 0 and writes no sums.
+    // What weights are relative to, and their sum; a split without keys has weight 0 and writes no sums.
     __device__ __forceinline__ void note(const Work& work, const Part& part) const {
         if (!work.stats) return;
         for (int below = 0; below < 2; ++below)
             if (threadIdx.x % 4 == 0 && row[below] < part.end_row)
                 *reinterpret_cast<float2*>(work.stats + place(work, part, below) * 2) =
-                    part.divided ? make_float2(highest[below] * scale, total[below]) : make_float2(0.0f, WHOLE);
+                    part.divided ? make_float2(reference[below] * scale, total[below]) : make_float2(0.0f, WHOLE);
     }
 
     __device__ __forceinline__ void finish(float (&sums)[SUMS], const Work& work, const Part& part) {
