@@ -38,6 +38,7 @@ class TreeKeys:
     mask: Tensor  # [B, R, ceil(M / 64)] i64: bit i % 64 of word i // 64: row r of the request attends to key i
     positions: Tensor  # [B, M] i64: the positions of the other keys
     num_levels: int  # a row and its farthest ancestor are fewer than this many positions apart
+    are_rows: bool = False  # the other keys are the rows themselves, at the places after the prefix
 
     def near(self, positions: Tensor, window: int | None) -> Tensor:
         """The mask of a layer with a sliding window, which may exclude ancestors. Shapes: positions [B * R]."""

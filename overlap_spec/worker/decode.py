@@ -127,7 +127,7 @@ class TreeWindows:
         batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
         positions = gathered.positions.view(gathered.window_tokens.shape)
         longest = self._longest(width)
-        keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, longest)
+        keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, longest, are_rows=True)
         rows = tree_rows(batch, positions, gathered.extra_rows, keys)
         window = Window(gathered.window_tokens, positions, gathered.parents, longest - 1)
         return WindowsRead(batch, window, gathered.tokens, rows)

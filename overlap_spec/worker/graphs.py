@@ -18,7 +18,7 @@ What is captured is a table of step shapes, in the order of captures:
 Of each kind the largest come first: the pool of memory is taken in this order. Kernels are chosen by shapes, and
 attention over short contexts has one that is faster by microseconds a layer. They count in steps of few requests, so
 these are captured once more with page tables that end at `SHORT_CONTEXT`; the host knows how many pages its slots have.
-(Trees attend by a kernel of their own; their windows of one column are chains.)
+(It takes trees of up to `SHORT_TREE` columns. Larger ones attend by a kernel of their own.)
 """
 
 import bisect
@@ -56,6 +56,7 @@ from overlap_spec.worker.step import CHUNKS, PromptShape, StepShape, captured_sh
 
 SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
 SHORT_BATCH = 8  # slots of a step that has graphs of its own for short contexts, at most
+SHORT_TREE = 4  # columns of its windows, if they are trees
 
 BESIDE_BATCHES = (8, 16, 24, 40, 64)  # windows that prompts are captured beside
 BESIDE_ROWS = (256, 384, 512, 640, 768, 896, 1024)  # of both together, so that they fill the tiles of products
@@ -88,7 +89,7 @@ class Reach:
 
     def columns(self, size: int, width: int) -> list[int]:
         """Of the graphs of a batch size and a width, most first."""
-        has_short = 0 < size <= SHORT_BATCH and (width == 1 or not self._is_tree)
+        has_short = 0 < size <= SHORT_BATCH and (width <= SHORT_TREE or not self._is_tree)
         return sorted({self.all, self._short} if has_short else {self.all}, reverse=True)
 
     def columns_for(self, size: int, width: int, most_pages: Callable[[], int]) -> int:

@@ -10,9 +10,10 @@ from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_devic
 from overlap_spec_kernels.attention import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.short_decode import Step, parts_of, takes
+from overlap_spec_kernels.attention.tree_windows import takes_trees, tree_windows
 from overlap_spec_kernels.norm.norm_heads import HeadNorms, norm_heads_reference
 from overlap_spec_kernels.nvrtc import runs_hopper
-from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_reference
+from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_reference, tree_window, tree_window_reference
 from support.poisoned_memory import NANS, poison_shared_memory
 from torch import Tensor
 
@@ -94,6 +95,24 @@ def test_shapes(heads: HeadShape, width: int, page_size: int, read_before_wait: 
         torch.testing.assert_close(actual.cpu().float(), out, **CLOSE[BFLOAT])
         torch.testing.assert_close(given.k_cache.cpu(), k_cache, equal_nan=True, **CLOSE[BFLOAT])
         torch.testing.assert_close(given.v_cache.cpu(), v_cache, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("read_before_wait", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "width", "lengths"),
+    [(LLAMA, 2, [300]), (LLAMA, 4, [700, 0, 33]), (LLAMA, 8, [511]), (SMOL, 5, [0, 260, 33, 1]), (SMOL, 8, [1500])],
+)
+def test_trees(heads: HeadShape, width: int, lengths: list[int], read_before_wait: bool) -> None:
+    poison_shared_memory(NANS["of all bits"])
+    window = tree_window(heads, width, lengths, 16, CAPACITY // 16 - -(-(max(lengths) + width) // 16))
+    out, k_cache, v_cache = tree_window_reference(window)
+    given = on_gpu(window.inputs)
+    step = Step(*given[:6])
+    assert takes_trees(step, None)
+    actual = tree_windows(step, window.prefix.cuda(), window.mask.cuda(), given.scale, read_before_wait)
+    torch.testing.assert_close(actual.cpu().float(), out, **CLOSE[BFLOAT])
+    torch.testing.assert_close(given.k_cache.cpu(), k_cache, equal_nan=True, **CLOSE[BFLOAT])
+    torch.testing.assert_close(given.v_cache.cpu(), v_cache, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("heads", [LLAMA, SMOL])

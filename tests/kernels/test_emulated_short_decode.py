@@ -15,9 +15,9 @@ import torch
 from emulators.cuda import CudaEmulator, EmulatorError, guarded
 from kernel_cases.inputs import HeadShape, decode_inputs
 from overlap_spec_kernels.attention import short_decode as module
-from overlap_spec_kernels.attention.short_decode import Step, cluster_size
+from overlap_spec_kernels.attention.short_decode import Step, Tree, cluster_size
 from overlap_spec_kernels.norm.norm_heads import HeadNorms, norm_heads_reference
-from support.attention_cases import BFLOAT, CLOSE, decode_reference
+from support.attention_cases import BFLOAT, CLOSE, decode_reference, tree_window, tree_window_reference
 
 LLAMA, SMALL_LLAMA, SMOL, ALONE = HeadShape(8, 2, 128), HeadShape(6, 2, 128), HeadShape(9, 3, 64), HeadShape(1, 1, 128)
 QWEN, NEXT = HeadShape(8, 1, 64), HeadShape(16, 2, 256)
@@ -56,6 +56,14 @@ WINDOWS = [
     Case(NEXT, 4, [300], 16, window=100),
     Case(LLAMA, 4, [2000], 32, 700, window=512),  # in a page table that is wide
 ]
+TREES = [
+    Case(QWEN, 4, [37], 16, programs=4),  # in two parts, the second of which sees some columns of the first
+    Case(LLAMA, 4, [300], 16),
+    Case(SMALL_LLAMA, 5, [17, 15], 64, programs=32),
+    Case(SMOL, 5, [260, 33, 1], 16, programs=36),
+    Case(LLAMA, 8, [46], 16),
+    Case(ALONE, 16, [0], 64),
+]
 FULL = [  # up to the last place of the page table
     Case(LLAMA, 3, [2045], 16, 0),
     Case(ALONE, 8, [2040, 700], 64, 0, programs=4),
@@ -69,7 +77,7 @@ FAULTS = {
     "q is read before it is placed": ("    __syncthreads();\n    Sums", "    Sums"),
     "sums are read before they are left": ("    __syncthreads();\n    wait_cluster", "    wait_cluster"),
     "the next chunk is in the wrong stage": ("step + STAGES)", "step + STAGES - 1)"),
-    "a row sees the next one": ("key <= pair / GROUP", "key <= pair / GROUP + 1"),
+    "a row sees the next one": ("row <= pair / GROUP", "row <= pair / GROUP + 1"),
     "keys behind the last are seen": ("return key < left", "return key <= left"),
 }
 
@@ -113,6 +121,27 @@ def test_attention(emulator: CudaEmulator, case: Case, seed: int, monkeypatch: p
 def test_windows(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
     check(emulator, case, 1, read_before_wait=True)
+
+
+def check_tree(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool) -> None:
+    window = tree_window(case.heads, case.width, case.lengths, case.page_size, case.spare)
+    step = Step(*(guarded(tensor) for tensor in window.inputs[:6]))
+    tree = Tree(guarded(window.prefix), guarded(window.mask))
+    emulator.seed = seed
+    emulator.written_before = [step.qkv] if read_before_wait else [step.qkv, step.positions, *tree]
+    out, k_cache, v_cache = tree_window_reference(window)
+    actual = module.attend(module.parts_of(step), window.inputs.scale, read_before_wait, tree=tree)
+    torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
+    torch.testing.assert_close(step.k_cache, k_cache, equal_nan=True, **CLOSE[BFLOAT])
+    torch.testing.assert_close(step.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.slow_but_every(len(TREES))
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_trees(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
+    for seed in range(2):
+        check_tree(emulator, case, seed, read_before_wait=seed == 0)
 
 
 @pytest.mark.slow_but_every(4)

@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 from kernel_cases.inputs import HeadShape
-from overlap_spec_kernels.attention import short_decode as module
+from overlap_spec_kernels.attention import short_decode as module, tree_windows as tree_windows_module
 from overlap_spec_kernels.attention.short_decode import Step, attend, cluster_size, parts_of, takes
+from overlap_spec_kernels.attention.tree_windows import takes_trees, tree_windows
 from overlap_spec_kernels.nvrtc import CudaCode
+from support.attention_cases import CLOSE, tree_window, tree_window_reference
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -71,7 +73,9 @@ def test_a_window_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.width, second.width) == (2, 1) and takes(first, None) and takes(second, None)
     launched: list[tuple[int, int, bool]] = []
 
-    def launch(part: Step, out: Tensor, _: float, early: bool, norms: object, window: int | None) -> None:
+    def launch(
+        part: Step, out: Tensor, _: float, early: bool, norms: object, window: int | None, tree: object, first: int
+    ) -> None:
         launched.append((part.width, len(out), early))
 
     monkeypatch.setattr(module, "_attend", launch)
@@ -86,6 +90,35 @@ def test_rows_that_16_bytes_do_not_reach() -> None:
     given = step()
     rows = torch.empty(1, given.qkv.shape[1] + 4, dtype=BFLOAT, device="meta")[:, : given.qkv.shape[1]]
     assert not takes(given._replace(qkv=rows), None)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_trees_that_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not takes_trees(step(width=4), None), "on a CPU"
+    monkeypatch.setattr(tree_windows_module, "runs_triton", lambda x: True)
+    assert takes_trees(step(width=4), None) and takes_trees(step(width=8), None), "in two parts"
+    assert takes_trees(step(width=4), 2048) and not takes_trees(step(width=4), 1024)
+    assert not takes_trees(step(requests=2, width=8), None) and not takes_trees(step(capacity=2064), None)
+    assert not takes_trees(step(), None, torch.zeros(32)), "sinks"
+
+
+def test_windows_of_trees_have_a_reference() -> None:
+    window = tree_window(SMOL, 5, [40, 3], 16)
+    out, k_cache, v_cache = tree_window_reference(window)
+    given = Step(*window.inputs[:6])
+    actual = tree_windows(given, window.prefix, window.mask, window.inputs.scale)
+    torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
+    torch.testing.assert_close(given.k_cache, k_cache, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(given.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("argument", ["prefix", "mask"])
+def test_refused_arguments_of_trees_are_named(argument: str) -> None:
+    window = tree_window(SMOL, 3, [5], 16)
+    tensors = {"prefix": window.prefix, "mask": window.mask}
+    tensors[argument] = tensors[argument].int()
+    with pytest.raises(ValueError, match=f"^{argument}: expected"):
+        tree_windows(Step(*window.inputs[:6]), scale=1.0, **tensors)
 
 
 def test_nothing_without_a_hopper_gpu() -> None:

@@ -7,10 +7,11 @@ models have, and around them one each of what is rare. And what a 16-bit decode 
 from typing import NamedTuple
 
 import torch
-from kernel_cases.inputs import DecodeInputs, HeadShape
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -113,4 +114,39 @@ def decode_reference(
     wide = (tensor.float() for tensor in (q, k_cache, v_cache))  # values of 8 bits too, which are not rounded again
     rows = (inputs.page_table, row_starts, inputs.positions)
     out = paged_attention_reference(*wide, *rows, inputs.scale, window, scales, sinks)
+    return out.flatten(1), k_cache, v_cache
+
+
+class TreeWindow(NamedTuple):
+    """One step's arguments: the new rows are columns of trees behind `prefix`, at the positions of their depths."""
+
+    inputs: DecodeInputs
+    prefix: Tensor
+    mask: Tensor
+
+
+def tree_window(heads: HeadShape, width: int, prefixes: list[int], page_size: int, spare_pages: int = 2) -> TreeWindow:
+    """Trees that are drawn: each column's parent is one before it."""
+    inputs = decode_inputs(heads, width, prefixes, page_size, BFLOAT, spare_pages)
+    mask = torch.ones(len(prefixes), width, 1, dtype=torch.int64)
+    for column in range(1, width):
+        parents = torch.randint(0, column, (len(prefixes),))
+        mask[:, column, 0] = mask[torch.arange(len(prefixes)), parents, 0] | 1 << column
+    depths = (mask >> torch.arange(width) & 1).sum(2) - 1
+    prefix = torch.tensor(prefixes)
+    return TreeWindow(inputs._replace(positions=(prefix[:, None] + depths).flatten()), prefix, mask)
+
+
+def tree_window_reference(window: TreeWindow) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to q and k rounded in the dtype, in float32; and the caches after the write."""
+    inputs, width = window.inputs, window.mask.shape[1]
+    (_, page_size, num_kv_heads, head_dim), table = inputs.k_cache.shape, inputs.page_table
+    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+    heads = inputs.qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    places = window.prefix[:, None] + torch.arange(width)
+    rows = table.gather(1, places // page_size).long() * page_size + places % page_size
+    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, rows.flatten(), k_cache, v_cache)
+    wide = (tensor.float() for tensor in (q, k_cache, v_cache))
+    out = tree_attention_reference(*wide, table, window.prefix, rows, window.mask, inputs.positions, inputs.scale)
     return out.flatten(1), k_cache, v_cache

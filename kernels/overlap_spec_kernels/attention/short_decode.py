@@ -50,6 +50,8 @@ class _Work(ctypes.Structure):
         ("k_cache", ctypes.c_void_p),
         ("v_cache", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
         ("scale_log2", ctypes.c_float),
@@ -85,6 +87,17 @@ class Step(NamedTuple):
     def capacity(self) -> int:
         """Keys that the page table has room for."""
         return self.page_table.shape[1] * self.k_cache.shape[1]
+
+
+class Tree(NamedTuple):
+    """The rows of a step are columns of trees, as `tree_windows` describes them."""
+
+    prefix: Tensor  # [B] i64
+    mask: Tensor  # [B, W, 1] i64
+
+    def of(self, columns: slice) -> Tree:
+        """Some columns of one request's tree, or all of every request's."""
+        return Tree(self.prefix, self.mask[:, columns])
 
 
 def takes(step: Step, window: int | None, sinks: Tensor | None = None) -> bool:
@@ -124,21 +137,28 @@ def cluster_size(step: Step) -> int | None:
 
 def attend(
     parts: Sequence[Step], scale: float, read_before_wait: bool, norms: HeadNorms | None = None,
-    window: int | None = None,
+    window: int | None = None, tree: Tree | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the rows' k and v, and attend, as `decode_attention`. Shapes: -> [T, nq * d]. Sync: never."""
+    """Write the rows' k and v, and attend, as `decode_attention`, or `tree_windows`. Shapes: -> [T, nq * d].
+
+    Sync: never.
+    """
     first, counts = parts[0], [len(part.qkv) for part in parts]
     _, _, kv_heads, head_dim = first.k_cache.shape
     out = first.qkv.new_empty((sum(counts), kv_heads * first.group * head_dim))
+    begin = 0
     for part, rows in zip(parts, out.split(counts), strict=True):  # keys of a part before are written until the wait
-        _attend(part, rows, scale, read_before_wait and part is first, norms, window)
+        own = None if tree is None else tree.of(slice(begin, begin + part.width))
+        _attend(part, rows, scale, read_before_wait and part is first, norms, window, own, begin)
+        begin += part.width
     return out
 
 
 def _attend(
-    step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None, window: int | None
-) -> None:
-    """Shapes: out [T, nq * d]."""
+    step: Step, out: Tensor, scale: float, read_before_wait: bool, norms: HeadNorms | None, window: int | None,
+    tree: Tree | None, first: int,
+) -> None:  # fmt: skip
+    """`first`: of a tree's columns. Shapes: out [T, nq * d]."""
     num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
     size, stages = cluster_size(step), _STAGES[head_dim]
     assert size is not None, "`takes` is asked first"
@@ -156,9 +176,12 @@ def _attend(
         f"WINDOW={0 if window is None or window >= step.capacity else window}",
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
         f"NORMED={0 if norms is None else 8 * norms.query.element_size()}",
+        f"TREE={int(tree is not None)}",
+        f"FIRST={0 if tree is None else first}",
     )
+    optional = (*(tree or (None, None)), *((None, None) if norms is None else (norms.query, norms.key)))
     work = _Work(
-        *(tensor.data_ptr() for tensor in (*step, out, *(() if norms is None else (norms.query, norms.key)))),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (*step, out, *optional)),
         eps=0.0 if norms is None else norms.eps,
         scale_log2=scale * _LOG2_E,
         qkv_stride=step.qkv.stride(0),

@@ -36,8 +36,10 @@ from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVSc
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.paged_chunks import takes_heads
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference, rotate_heads
+from overlap_spec_kernels.attention.short_decode import Step
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
-from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
+from overlap_spec_kernels.attention.tree_windows import takes_trees, tree_windows
+from overlap_spec_kernels.norm.norm_heads import HeadNorms, UnnormedHeads
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks, near_keys, starts_on_cpu
@@ -308,6 +310,13 @@ class PagedAttention:
         is_own = self._choice.in_order and not self._choice.torch_only and shape.reads is None and shape.sinks is None
         return is_own and takes_windows(rows.max_rows, shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
+    def _takes_trees(self, layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> bool:
+        """Whether one launch writes and attends. `rows`: of trees, else never."""
+        if rows.tree is None or not rows.tree.are_rows or self._choice.places_rows or rows.read is not None:
+            return False
+        shape = layer.shape
+        return shape.reads is None and takes_trees(_step(layer, qkv, rows), layer.window, shape.sinks)
+
     def recurred(self, index: int, projected: Tensor, gates: Tensor | None, rows: RowBatch) -> Tensor:
         """What rows find in a layer that recurs (`recurrent.py`); here is none."""
         raise AssertionError("no layer recurs")
@@ -320,18 +329,14 @@ class PagedAttention:
         `read_before_wait`: positions and pages were written before the launch that this one may overlap.
         Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d], [B, n d] with `rows.read`.
         """
-        norms = None
-        if isinstance(qkv, UnnormedHeads):
-            is_decode = rows.tree is None and rows.cache_rows is None and not (rows.parts or self._choice.places_rows)
-            is_read_here = is_decode and qkv.qkv.is_cuda and self._layers[index].shape.reads is None
-            qkv, norms = (qkv.qkv, qkv.norms) if is_read_here else (qkv.normed(), None)
+        layer = self._layers[index]
+        qkv, norms = self._to_norm(layer, qkv, rows) if isinstance(qkv, UnnormedHeads) else (qkv, None)
         if rows.parts:
             pieces = qkv.split([len(part.positions) for part in rows.parts])
             outputs = [
                 self(index, piece, part, read_before_wait) for piece, part in zip(pieces, rows.parts, strict=True)
             ]
             return torch.cat(outputs)
-        layer = self._layers[index]
         own = layer.shape.reads is None
         if rows.cache_rows is None and self._takes_windows(layer, rows):
             places = (layer.cos_sin, rows.positions, rows.page_table, layer.k_cache, layer.v_cache)
@@ -357,6 +362,9 @@ class PagedAttention:
                 norms,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
+        if rows.tree is not None and self._takes_trees(layer, qkv, rows):
+            keys = rows.tree.prefix, rows.tree.mask
+            return tree_windows(_step(layer, qkv, rows), *keys, shape.scale, read_before_wait, norms)
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
         kernel = None if qkv.is_cuda else self._kernel_of(layer)
@@ -372,6 +380,14 @@ class PagedAttention:
         if rows.tree is not None:
             return self._attend_to_tree(layer, q, rows).reshape(len(q), -1)
         return self._attend(layer, q, rows, read_before_wait).reshape(len(q), -1)
+
+    def _to_norm(self, layer: PagedLayer, heads: UnnormedHeads, rows: RowBatch) -> tuple[Tensor, HeadNorms | None]:
+        """The heads, and the norms that one launch applies with all else; None: they are normed."""
+        is_decode = rows.tree is None and rows.cache_rows is None and not (rows.parts or self._choice.places_rows)
+        is_read_here = is_decode and heads.qkv.is_cuda and layer.shape.reads is None
+        if is_read_here or self._takes_trees(layer, heads.qkv, rows):
+            return heads.qkv, heads.norms
+        return heads.normed(), None
 
     def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
         """Write the rows' K/V into the cache of layer `index`, and nothing else. `rows` have cache rows.
@@ -437,6 +453,10 @@ class PagedAttention:
         if self._choice.torch_only:
             return tree_attention_reference(*shared, scale, window, layer.scales, sinks)
         return tree_attention(*shared, scale, window, self._scratch, layer.scales, sinks)
+
+
+def _step(layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> Step:
+    return Step(qkv, layer.cos_sin, rows.positions, rows.page_table, layer.k_cache, layer.v_cache)
 
 
 def _by_kernel(kernel: RowAttention, layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> Tensor:

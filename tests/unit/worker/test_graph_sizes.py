@@ -122,11 +122,12 @@ def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
     assert Reach(100, 4, 16).columns(1, 4) == [100]
 
 
-def test_of_a_tree_windows_of_one_column_alone_have_short_page_tables() -> None:
+def test_of_trees_narrow_windows_alone_have_short_page_tables() -> None:
     reach = Reach(1000, 8, 16, is_tree=True)
     assert reach.columns(1, 1) == reach.columns(8, 1) == [1000, 128] and reach.columns(9, 1) == [1000]
-    assert reach.columns(1, 2) == reach.columns(1, 8) == [1000]
-    assert reach.columns_for(1, 1, lambda: 1) == 128 and reach.columns_for(1, 8, lambda: 1) == 1000
+    assert reach.columns(1, 4) == reach.columns(8, 2) == [1000, 128] and reach.columns(9, 4) == [1000]
+    assert reach.columns(1, 5) == reach.columns(1, 8) == [1000]
+    assert reach.columns_for(1, 4, lambda: 1) == 128 and reach.columns_for(1, 8, lambda: 1) == 1000
     captured = [shape[:3] for shape in GraphSizes(8, reach, batches=(1, 16), widths=(1, 8)).shapes()]
     assert captured == [(16, 8, 1000), (16, 1, 1000), (1, 8, 1000), (1, 1, 1000), (1, 1, 128)]
 

@@ -6,6 +6,9 @@
 // its warps' sums, sends every program of the cluster the columns that it finishes, and finishes its own. So sums never
 // go through global memory, and no program waits for a counter.
 //
+// With TREE the new rows are columns of a tree, from FIRST on: they lie in the cache one after another, as rows of a
+// chain do, but each has a position of its own, and sees the columns whose bits are set.
+//
 //     q       [16 pairs][HEAD]                          pairs are (row, head); swizzled, as keys are
 //     new     [K, V][16 keys][HEAD]                     of the new rows; in the last program
 //     ring    [warp][stage][K, V][16 keys][HEAD]        later [warp][16 pairs][HEAD] sums in float32
@@ -20,6 +23,8 @@ struct Work {
     u16* k_cache;                // [pages, PAGE_SIZE, KV_HEADS, HEAD]
     u16* v_cache;
     u16* out;  // [T, KV_HEADS * GROUP * HEAD]
+    const long long* prefix;  // [B], keys before a tree; if TREE, as the next
+    const u64* mask;  // [B, WIDTH]: which columns of the tree a row sees
     const void *q_norm, *k_norm;  // [HEAD], if NORMED
     float scale_log2, eps;
     int qkv_stride, table_stride, table_columns;
@@ -38,7 +43,7 @@ constexpr int INBOX_AT = RING_AT + WARPS * STAGES * STAGE;
 constexpr int SENT_BYTES = LIVE * (SLICE * 4 + 8);  // from a program to a program
 constexpr float LOWEST = -1.0e30f;  // finite: no NaN with -inf
 constexpr u32 ALL_LANES = 0xffffffff;
-static_assert(LIVE <= 16 && PAGE_SIZE % KEYS == 0 && SLICE % 4 == 0);
+static_assert(LIVE <= 16 && PAGE_SIZE % KEYS == 0 && SLICE % 4 == 0 && !(TREE && WINDOW));
 
 // Which keys a program has.
 struct Part {
@@ -47,13 +52,16 @@ struct Part {
     int begin;  // the first chunk with a key that a row sees
 
     __device__ __forceinline__ void find_keys(const Work& work) {
-        cached = static_cast<int>(work.positions[request * WIDTH]);
+        cached = static_cast<int>(TREE ? work.prefix[request] + FIRST : work.positions[request * WIDTH]);
         begin = WINDOW ? max(cached - (WINDOW - 1), 0) / KEYS : 0;
     }
     __device__ __forceinline__ int chunk(int warp, int step) const {
         return begin + (step * WARPS + warp) * CLUSTER + rank;
     }
     __device__ __forceinline__ bool takes_new() const { return rank == CLUSTER - 1; }
+    __device__ __forceinline__ long long position(const Work& work, int row) const {
+        return TREE ? work.positions[request * WIDTH + row] : cached + row;
+    }
 };
 
 // Pieces of eight rows lie in eight places, whose banks differ.
@@ -113,15 +121,36 @@ struct Ring {
     }
 };
 
+// Which columns of a tree the rows of a lane's two pairs see.
+struct Seen {
+    u64 columns[2];
+
+    __device__ __forceinline__ Seen(const Work& work, const Part& part) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            columns[i] = TREE ? work.mask[part.request * WIDTH + min((lane / 4 + 8 * i) / GROUP, WIDTH - 1)] : 0;
+    }
+    __device__ __forceinline__ bool column(int pair, int column) const { return columns[pair / 8] >> column & 1; }
+    __device__ __forceinline__ bool new_row(int pair, int row) const {
+        return TREE ? column(pair, FIRST + row) : row <= pair / GROUP;
+    }
+    // `key`: of those before the new rows, the last of which are columns of the tree if FIRST > 0.
+    __device__ __forceinline__ bool before(int pair, int key, int left) const {
+        int at = key - (left - FIRST);
+        return FIRST == 0 || at < 0 || column(pair, at);
+    }
+};
+
 __device__ __forceinline__ void attend_to_cache(
-    Sums& sums, const Queries& queries, const Ring& ring, const Work& work, const Part& part, int warp
+    Sums& sums, const Queries& queries, const Ring& ring, const Seen& seen, const Work& work, const Part& part, int warp
 ) {
     for (int step = 0, chunk; (chunk = part.chunk(warp, step)) < ring.chunks; ++step) {
         wait_copies<STAGES - 1>();
         __syncwarp();
         int left = part.cached - chunk * KEYS, far = left - WINDOW;  // with a window a row sees none up to far + row
-        attend(sums, queries, ring.stage(step), work.scale_log2, [left, far](int pair, int key) {
-            return key < left && (!WINDOW || key > far + pair / GROUP);
+        attend(sums, queries, ring.stage(step), work.scale_log2, [&seen, left, far](int pair, int key) {
+            return key < left && (!WINDOW || key > far + pair / GROUP) && seen.before(pair, key, left);
         });
         __syncwarp();
         ring.ask(work, part, warp, step + STAGES);
@@ -148,6 +177,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncwarp();
     arrive_cluster();
     ring.chunks = (part.cached + KEYS - 1) / KEYS;
+    Seen seen(work, part);
 #pragma unroll
     for (int step = 0; step < STAGES; ++step) ring.ask(work, part, warp, step);
     Rotated<GROUP> q;
@@ -168,8 +198,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         load_queries(queries, shared(memory));
         if (takes_new)
             attend(sums, queries, shared(memory) + NEW_AT, work.scale_log2,
-                   [](int pair, int key) { return key <= pair / GROUP; });
-        attend_to_cache(sums, queries, ring, work, part, warp);
+                   [&seen](int pair, int key) { return seen.new_row(pair, key); });
+        attend_to_cache(sums, queries, ring, seen, work, part, warp);
         leave(sums, memory, common, warp);
     } else if (lane < 16) {
         common.of_warps[warp][lane] = make_float2(LOWEST, 0.0f);

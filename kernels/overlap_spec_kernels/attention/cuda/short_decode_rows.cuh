@@ -96,7 +96,7 @@ struct Rotated {
         norm.ask(weight, piece(0));
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            long long position = part.cached + pair(i) / HEADS;
+            long long position = live(i) ? part.position(work, pair(i) / HEADS) : 0;
             const float4* from = reinterpret_cast<const float4*>(work.cos_sin + position * HEAD) + piece(i) * 2;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
