@@ -26,7 +26,7 @@ struct Moved {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __maxnreg__(REGISTERS)
     route_few(const __grid_constant__ Work work, const __grid_constant__ Drawn drawn) {
     route<Moved>(work, drawn);
 }

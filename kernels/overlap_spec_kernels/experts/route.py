@@ -236,7 +236,7 @@ def chosen_by(
         BLOCK_S=1 if squares is None else next_power_of_2(len(squares)),
         TOP_K=top_k,
         COMMON=0 if common is None else next_power_of_2(size),
-        EARLY=columns if num_rows == 1 else 0,
+        EARLY=columns,
         BLOCK=block,
         BLOCK_K=_PART,
         **constants,
@@ -314,7 +314,7 @@ def row_of_program(
     SQUARES: sums of which x's one row is scaled; programs of the first experts write it. 0: x is as it is.
     SHARE: programs before those of rows compute so many parts each. Otherwise the parts are there.
 
-    EARLY: places of the one row, which are below 0 before the next kernel begins: it may wait for each by itself
+    EARLY: places of a row, which of few rows are below 0 before the next kernel begins: it may wait for each by itself
     (`chosen` of hopper.cuh). Shapes: -> [].
     """
     program = tl.program_id(0)
@@ -340,15 +340,14 @@ def row_of_program(
             logits = tl.dot(x, w, input_precision="ieee")
             place = partial_ptr + (part * num_rows + own) * EXPERTS + expert
             tl.store(place, logits, mask=(own < num_rows) & (part < PARTS) & (expert < EXPERTS))
-        elif EARLY > 0:
+        else:
             wait(PDL)
+            first = experts_ptr + row.to(tl.int64) * EARLY
             for place in tl.static_range(EARLY):
-                tl.store(experts_ptr + place, -1)
-            tl.atomic_xchg(experts_ptr, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
+                tl.store(first + place, -1)
+            tl.atomic_xchg(first, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
             tl.debug_barrier()  # one warp has written them: no other one may let the next kernel begin before
             let_next_begin(PDL)
-        else:
-            wait_for_inputs(PDL)
     else:
         row = program
         wait_for_inputs(PDL)

@@ -24,7 +24,7 @@ struct Lists {
         constexpr int EACH = (MOST_EXPERTS + THREADS - 1) / THREADS;  // experts of a thread
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, counts[EACH], own = 0, total = 0;
         for (int i = threadIdx.x; i < work.num_rows * TOP_K; i += THREADS)
-            atomicOr(&rows[work.experts[i]], 1u << i / TOP_K);
+            atomicOr(&rows[chosen(work.experts + i)], 1u << i / TOP_K);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {

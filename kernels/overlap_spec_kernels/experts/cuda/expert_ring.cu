@@ -4,7 +4,7 @@
 // program begins anew while W arrives. A tile is 8 columns of the result: 8 rows of gate and 8 of up, all of K. The tiles
 // of an expert follow one another, once for each 8 rows of x that have chosen it.
 //
-//     one thread copies     tiles of W, as two boxes each, into a ring
+//     one thread copies     tiles of W, as two boxes each, into a ring, as soon as experts are chosen
 //     WARPS warps multiply  each its part of K; they keep their columns of x in registers, which change with the expert
 //     two warps finish      sums of blocks of 128 columns, scaled and added in their order; the gate
 //
@@ -178,12 +178,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_ring(
         show_to_copies();
     }
     __syncthreads();
-    wait_for_kernels_before();
-    let_next_begin();
     Share share(work, shared_.lists.fill<THREADS>(work));
     Sums* sums = reinterpret_cast<Sums*>(ring + STAGES * 2 * HALF);
     int warp = threadIdx.x / 32;
+    if (warp == WARPS + 2) {
+        if (threadIdx.x % 32 == 0) copy_all(&w_map, work, shared_, ring, share);
+        return;
+    }
+    wait_for_kernels_before();
+    let_next_begin();
     if (warp < WARPS) multiply_share(work, shared_, ring, sums, share);
-    else if (warp < WARPS + 2) finish_share(work, shared_, sums, share);
-    else if (threadIdx.x % 32 == 0) copy_all(&w_map, work, shared_, ring, share);
+    else finish_share(work, shared_, sums, share);
 }

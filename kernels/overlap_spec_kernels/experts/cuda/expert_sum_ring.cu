@@ -135,6 +135,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // The choice, and what is added, were written before the gated product, which waited before this kernel began.
     Share share(shared_.lists.fill<THREADS>(work));
     float(*results)[16] = reinterpret_cast<float(*)[16]>(ring + RESULTS_AT);
+    int row = threadIdx.x / 16;
+    Added added(work, row, blockIdx.x * 16, row < work.num_rows);
     if (warp <= WARPS) {
         for (int i = threadIdx.x; i < (share.end - share.begin) * 8; i += THREADS - 32)
             shared_.places[i / 8][i % 8] = Eight(shared_.lists, share.begin + i / 8).place(work, i % 8);
@@ -145,6 +147,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         copy_w(&w_map, work, shared_, ring, share);
     }
     meet_cluster();
-    for (int row = threadIdx.x / 16; row / 2 * 2 < work.num_rows; row += THREADS / 16)
-        Added(work, row, blockIdx.x * 16, row < work.num_rows).add_up(work, results + row * TOP_K);
+    while (row / 2 * 2 < work.num_rows) {
+        added.add_up(work, results + row * TOP_K);
+        row += THREADS / 16;
+        added = Added(work, row, blockIdx.x * 16, row < work.num_rows);
+    }
 }

@@ -16,7 +16,7 @@ struct Biased {
     __device__ __forceinline__ static void note(Nothing, int row, int place, int expert) {}
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __maxnreg__(REGISTERS)
     route_few(const __grid_constant__ Work work) {
     route<Biased>(work, Nothing());
 }

@@ -39,6 +39,7 @@ constexpr int CHOOSERS = 128, TOPS = 16;  // threads that choose; groups of them
 constexpr int OWN = EXPERTS / CHOOSERS;   // experts of a thread that chooses
 constexpr int PARTS = HIDDEN / 128, STEPS = 8, THREADS = 2 * CHOOSERS;
 constexpr int EACH = ROWS > 1 ? 4 : OWN, PROGRAMS = EXPERTS / EACH, CLUSTER = ROWS > 1 ? 4 : 1;
+constexpr int REGISTERS = 104;  // of a thread: expert_ring.cu begins beside it
 enum Barrier { CHOOSING = 1, BESIDE, OPEN };  // of threads that choose, of the others, of both
 static_assert(HIDDEN == 16 * CHOOSERS && EXPERTS == OWN * CHOOSERS && (OWN == 1 || OWN == 4) && TOP_K <= TOPS);
 
@@ -208,8 +209,8 @@ __device__ __forceinline__ float product_with_share(const Work& work, int row, c
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// Its weight is the sigmoid of x times `share`. Of one row, places are below 0 before the next kernel begins, until an
-// expert is chosen: see `chosen`. The first warp writes that.
+// Its weight is the sigmoid of x times `share`. Places are below 0 before the next kernel begins, until an expert is
+// chosen: see `chosen`. The first warp writes that.
 __device__ __forceinline__ void give_common(const Work& work, int row) {
     int thread = threadIdx.x - CHOOSERS;
     long long* experts = work.experts + row * (TOP_K + SHARED);
@@ -220,7 +221,7 @@ __device__ __forceinline__ void give_common(const Work& work, int row) {
     }
     wait_for_kernels_before();
     if (SHARED && thread == TOP_K) experts[thread] = work.common;
-    if (ROWS == 1 && thread < 32) {
+    if (thread < 32) {
         if (thread < TOP_K) experts[thread] = -1;
         __threadfence();
         __syncwarp();
@@ -372,8 +373,7 @@ __device__ __forceinline__ void choose(const Work& work, const Given& given, int
     take_logits(values, work.words + row * EXPERTS + threadIdx.x * OWN);
     softmax(values, choice);
     give_candidates(values, choice);
-    if (ROWS > 1) meet();
-    else meet_threads(OPEN, CHOOSERS + 32);
+    meet_threads(OPEN, CHOOSERS + 32);
     rank_all<Moved>(choice, work, given, row);
     meet();
     if (threadIdx.x >= 32) return;
@@ -391,7 +391,7 @@ template <class Moved, class Given>
 __device__ __forceinline__ void route(const Work& work, const Given& given) {
     int row = static_cast<int>(blockIdx.x) - PROGRAMS;
     if (row >= work.num_rows) return;
-    if (ROWS > 1 || row < 0) let_next_begin();
+    if (row < 0) let_next_begin();
     if (row >= 0) return choose<Moved>(work, given, row);
 #if ROWS > 1
     multiply_rows<Moved>(work, given);
