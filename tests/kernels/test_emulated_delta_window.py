@@ -22,21 +22,29 @@ from torch import Tensor
 
 HEADS, KEY_HEADS, DIM, KERNEL, MOST, SLOTS, START = 4, 2, 128, 4, 3, 4, 20
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
-SYNC = "    __syncthreads();\n"
+SYNC = "        __syncthreads();\n"
+ASK = """        if (asks && has_next) {
+            expect(&arrived, STATE);
+            copy_bytes_once(shared(ahead), place.state(work), STATE, shared(&arrived));
+        }
+"""
 FAULTS = {
-    "a key head is written before all have read it": ("    wait_cluster();  // all have read\n", ""),
+    "a key head is written before all have read it": ("        wait_cluster();  // all have read\n", ""),
     "rows are read before the wait": ("    wait_for_kernels_before();\n", ""),
-    "a token is read before it is there": (f"    {SYNC}        state.step<false>", "state.step<false>"),
-    "the count is read before it is there": (f"{SYNC}    int accepted", "    int accepted"),
+    "a token is read before it is there": (f"    {SYNC}            state.step<false>", "state.step<false>"),
+    "the count is read before it is there": (f"{SYNC}        if (asks", "        if (asks"),
     "tokens share a place": ("state.step<true>(tokens[turn % 2]", "state.step<true>(tokens[(turn + 1) % 2]"),
-    "what was found is read before it is there": (f"{SYNC}    for (; row", "    for (; row"),
+    "what was found is read before it is there": (f"{SYNC}        for (; row", "        for (; row"),
     "the first program writes the position": ("HEADS - 1) == HEADS - 1", "HEADS - 1) == 0"),
-    "the state does not go on": ("    if (accepted > 0) state.write();\n", ""),
+    "the state does not go on": ("        if (accepted > 0) state.write();\n", ""),
+    "the next state is read before it is there": ("wait(&arrived,", "if (false) wait(&arrived,"),
+    "the next state is written over this one": (SYNC + ASK, ASK + SYNC),
 }
 
 
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
     yield from cuda_emulator.running(monkeypatch, module, module._kernel)
 
 
@@ -80,6 +88,14 @@ def check(emulator: CudaEmulator, accepted: list[int], width: int, stored: torch
 
 
 CASES = [([1], 1, True), ([1, 0], 2, True), ([0, 3, 2], 3, False), ([1, 1, 1, 1], 1, False)]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+def test_heads_one_after_another(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    """A program has eight of them, or two and three. The next state arrives while one goes on."""
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: multiprocessors)
+    for seed, stored in enumerate((torch.float32, torch.bfloat16)):
+        check(emulator, [2, 0, 1, 3], 2, stored, apart=True, seed=seed)
 
 
 @pytest.mark.slow_but_every(4)

@@ -1,7 +1,8 @@
 """Windows of Gated DeltaNet on Hopper, in CUDA C++ (delta_window.cu): one launch, with the bits of `gated_delta.py`'s.
 
 Its programs have a whole head, so that norm and gate follow at once, and nothing is left to move. What a request had
-accepted is computed, and its state written, before the kernels ahead have ended: they only give new rows.
+accepted is computed, and its state written, before the kernels ahead have ended: they only give new rows. Of more
+heads than run at once a program has several.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import shared_zeros
+from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "delta_window.cu"
@@ -23,7 +25,7 @@ _STORED = torch.float32, torch.bfloat16
 _MOST_ROWS = 32  # of a window, whose output is normalised at the end
 _MOST_GROUP = 8  # programs of a cluster
 _MOST_REQUESTS = 1024
-_THREADS = 256
+_THREADS, _PROGRAMS = 256, 2  # of a program; on a multiprocessor
 
 
 class Windows(NamedTuple):
@@ -49,6 +51,7 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*Windows._fields, "out", "counters")),
         *(("scale", ctypes.c_float), ("eps", ctypes.c_float), ("most", ctypes.c_int), ("width", ctypes.c_int)),
+        ("heads", ctypes.c_int),
     )
 
 
@@ -64,18 +67,22 @@ def takes(given: Windows, sizes: dict[str, int]) -> bool:
 
 def run(given: Windows, sizes: dict[str, int], eps: float, are_apart: bool) -> Tensor:
     """See `gated_delta`. Shapes: -> [T, n dv]. Sync: never."""
-    batch, device, heads = len(given.slots), given.projected.device, sizes["N"]
+    batch, device, heads, group = len(given.slots), given.projected.device, sizes["N"], sizes["N"] // sizes["M"]
     out = given.projected.new_empty(len(given.projected), heads * sizes["DV"])
     pointers = (each.data_ptr() for each in (*given, out, _counters(device)))
-    work = _Work(*pointers, sizes["DK"] ** -0.5, eps, given.window.shape[1], len(out) // batch)
+    programs = num_multiprocessors(device) * _PROGRAMS // group * group
+    work = _Work(*pointers, sizes["DK"] ** -0.5, eps, given.window.shape[1], len(out) // batch, batch * heads)
     names = {"HEADS": heads, "KEY_HEADS": sizes["M"], "STORED": given.memory.element_size(), "APART": int(are_apart)}
-    _kernel(tuple(f"{name}={value}" for name, value in names.items()), device).launch(batch * heads, (work,))
+    several = batch * heads > programs
+    names["SEVERAL"], ahead = several, sizes["DK"] * sizes["DV"] * given.memory.element_size() if several else 0
+    kernel = _kernel(tuple(f"{name}={int(value)}" for name, value in names.items()), ahead, device)
+    kernel.launch(min(batch * heads, programs), (work,))
     return out
 
 
 @functools.cache
-def _kernel(defines: tuple[str, ...], device: torch.device) -> CudaKernel:
-    return CudaKernel(CudaCode(SOURCE, defines), "delta_window", _THREADS, 0)
+def _kernel(defines: tuple[str, ...], ahead: int, device: torch.device) -> CudaKernel:
+    return CudaKernel(CudaCode(SOURCE, defines), "delta_window", _THREADS, ahead)
 
 
 @functools.cache

@@ -9,6 +9,9 @@
 // WARPS threads share four columns of a state. Row CLASSES i + c of a state is the i-th of class c; of a thread's
 // classes each has its own sum. Queries and keys lie as threads read them.
 //
+// Of more heads than run at once a program has several, one after another. While one goes on, the next state arrives in
+// shared memory.
+//
 //     HEADS, KEY_HEADS                       STORED   bytes of a number of a state: 4 float32, 2 bfloat16
 //     APART   1: rates and decays are from a linear of their own
 #include "bfloat16.cuh"
@@ -26,6 +29,7 @@ struct Work {
     u32* counters;  // [B], zeros between launches
     float scale, eps;
     int most, width;
+    int heads;  // of all requests
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, PROGRAMS = 2;  // on a multiprocessor: registers are enough for them
@@ -91,6 +95,22 @@ __device__ __forceinline__ uint2* four_at(u16* place) { return reinterpret_cast<
 struct Token {
     alignas(16) float q[WARPS * APART_BY], k[WARPS * APART_BY], v[DIM];
     float decay, divisor;
+};
+
+// Where a head of a request is.
+struct Place {
+    int head, request;
+    long long slot;
+
+    __device__ __forceinline__ Place(const Work& work, int number)
+        : head(number % HEADS), request(number / HEADS), slot(work.slots[request]) {}
+    __device__ __forceinline__ char* state(const Work& work) const {
+        return work.memory + (slot * HEADS + head) * STATE;
+    }
+    __device__ __forceinline__ u16* inputs(const Work& work) const {
+        return work.inputs + slot * (KERNEL - 1) * CHANNELS;
+    }
+    __device__ __forceinline__ u16* window(const Work& work) const { return work.window + slot * work.most * ROW; }
 };
 
 // The first three warps have q, k and v, a lane four channels; the next one rates and decays.
@@ -189,6 +209,15 @@ struct State {
             else rows[i] = Four(__ldcs(reinterpret_cast<const uint2*>(place(i))));
         }
     }
+    // From where the whole state is, of which the thread's first number is `from`.
+    __device__ __forceinline__ void take(const char* from) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const char* row = from + (place(i) - at) + share * (DIM * STORED);
+            if constexpr (STORED == 4) rows[i] = Four(*reinterpret_cast<const float4*>(row));
+            else rows[i] = Four(*reinterpret_cast<const uint2*>(row));
+        }
+    }
     __device__ __forceinline__ void write() const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -271,55 +300,78 @@ __device__ __forceinline__ void wait_cluster() {
 
 extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, PROGRAMS)
     delta_window(const __grid_constant__ Work work) {
+    extern __shared__ __align__(128) char ahead[];  // the next state
     __shared__ Token tokens[2];
     __shared__ alignas(16) u16 found[MOST_ROWS][DIM];
     __shared__ int count;  // of accepted columns
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x % HEADS, request = blockIdx.x / HEADS;
-    let_next_begin();
-    long long slot = work.slots[request], begin = static_cast<long long>(request) * work.width, start = 0, before = 0;
-    // By one thread: slots that no request has change while they are read. Its warp waits least for new rows.
-    bool counts = threadIdx.x == THREADS - 64;
-    if (counts) start = work.positions[begin], before = work.position[slot];
-    u16 *inputs = work.inputs + slot * (KERNEL - 1) * CHANNELS, *window = work.window + slot * work.most * ROW;
-    Own own(work, warp, lane, head);
-    own.take(window, window + CHANNELS);  // if one was accepted
-    own.take_inputs(inputs);
+    __shared__ u64 arrived;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, turn = 0, number = blockIdx.x;
     int column = warp * (DIM / WARPS) + lane % (32 / WARPS) * 4;
-    State state(lane / (32 / WARPS), work.memory + (slot * HEADS + head) * STATE + column * STORED);
-    state.take();
-    if (counts) count = static_cast<int>(min(max(start - before, 0ll), static_cast<long long>(work.most)));
-    __syncthreads();
-    int accepted = count, turn = 0;
-    for (int token = 0; token < accepted; ++token, ++turn) {
-        own.prepare(tokens[turn % 2], work.scale);
-        const u16* next = window + (token + 1) * ROW;
-        if (token + 1 < accepted) own.take(next, next + CHANNELS);
+    bool counts = threadIdx.x == THREADS - 64, asks = SEVERAL && threadIdx.x == THREADS - 32;
+    let_next_begin();
+    if (asks) {
+        set_up(&arrived, 1);
+        show_to_copies();
+    }
+    Place place(work, number);
+#pragma unroll 1
+    do {
+        bool is_first = !SEVERAL || number == blockIdx.x, has_next = SEVERAL && number + gridDim.x < work.heads;
+        int head = place.head, request = place.request;
+        long long slot = place.slot, begin = static_cast<long long>(request) * work.width, start = 0, before = 0;
+        // By one thread: slots that no request has change while they are read. Its warp waits least for new rows.
+        if (counts) start = work.positions[begin], before = work.position[slot];
+        u16 *inputs = place.inputs(work), *window = place.window(work);
+        Own own(work, warp, lane, head);
+        own.take(window, window + CHANNELS);  // if one was accepted
+        own.take_inputs(inputs);
+        State state(lane / (32 / WARPS), place.state(work) + column * STORED);
+        if (is_first) state.take();
+        if (has_next) place = Place(work, number + gridDim.x);
+        if (counts) count = static_cast<int>(min(max(start - before, 0ll), static_cast<long long>(work.most)));
+        if (!is_first) {
+            wait(&arrived, number / gridDim.x % 2 ^ 1);
+            state.take(ahead + column * STORED);
+        }
         __syncthreads();
-        state.step<false>(tokens[turn % 2], column);
-    }
-    arrive_cluster();
-    if (accepted > 0) state.write();
-    wait_cluster();  // all have read
-    if (accepted > 0) own.write_inputs(inputs);
-    float4 weight = *reinterpret_cast<const float4*>(work.norm + lane * 4);
-    wait_for_kernels_before();
-    const u16 *rows = work.projected + begin * STRIDE, *gates = work.gates + begin * PITCH;
-    own.take(rows, gates);
-    int row = WARPS - 1 - warp, at = head * DIM + lane * 4;  // the first one that this warp finishes
-    uint2 z;
-    if (row < work.width) z = *four_at(rows + row * STRIDE + Z + at);
-    if (counts && atomicInc(work.counters + request, HEADS - 1) == HEADS - 1) work.position[slot] = start;
-    for (int i = 0; i < work.width; ++i, ++turn) {
-        own.write_row(window + i * ROW);
-        own.prepare(tokens[turn % 2], work.scale);
-        if (i + 1 < work.width) own.take(rows + (i + 1) * STRIDE, gates + (i + 1) * PITCH);
+        if (asks && has_next) {
+            expect(&arrived, STATE);
+            copy_bytes_once(shared(ahead), place.state(work), STATE, shared(&arrived));
+        }
+        int accepted = count;
+        for (int token = 0; token < accepted; ++token, ++turn) {
+            own.prepare(tokens[turn % 2], work.scale);
+            const u16* next = window + (token + 1) * ROW;
+            if (token + 1 < accepted) own.take(next, next + CHANNELS);
+            __syncthreads();
+            state.step<false>(tokens[turn % 2], column);
+        }
+        arrive_cluster();
+        if (accepted > 0) state.write();
+        wait_cluster();  // all have read
+        if (accepted > 0) own.write_inputs(inputs);
+        float4 weight = *reinterpret_cast<const float4*>(work.norm + lane * 4);
+        wait_for_kernels_before();
+        const u16 *rows = work.projected + begin * STRIDE, *gates = work.gates + begin * PITCH;
+        own.take(rows, gates);
+        int row = WARPS - 1 - warp, at = head * DIM + lane * 4;  // the first one that this warp finishes
+        uint2 z;
+        if (row < work.width) z = *four_at(rows + row * STRIDE + Z + at);
+        if (counts && atomicInc(work.counters + request, HEADS - 1) == HEADS - 1) work.position[slot] = start;
+        for (int i = 0; i < work.width; ++i, ++turn) {
+            own.write_row(window + i * ROW);
+            own.prepare(tokens[turn % 2], work.scale);
+            if (i + 1 < work.width) own.take(rows + (i + 1) * STRIDE, gates + (i + 1) * PITCH);
+            __syncthreads();
+            float read = state.step<true>(tokens[turn % 2], column);
+            if (lane % 8 < 4) found[i][column + lane / 8] = rounded(read);
+        }
         __syncthreads();
-        float read = state.step<true>(tokens[turn % 2], column);
-        if (lane % 8 < 4) found[i][column + lane / 8] = rounded(read);
-    }
-    __syncthreads();
-    for (; row < work.width; row += WARPS) {
-        finish(found[row] + lane * 4, Four(z), Four(weight), work.eps, work.out + (begin + row) * (HEADS * DIM) + at);
-        z = *four_at(rows + (row + WARPS < work.width ? row + WARPS : row) * STRIDE + Z + at);
-    }
+        for (; row < work.width; row += WARPS) {
+            u16* out = work.out + (begin + row) * (HEADS * DIM) + at;
+            finish(found[row] + lane * 4, Four(z), Four(weight), work.eps, out);
+            z = *four_at(rows + (row + WARPS < work.width ? row + WARPS : row) * STRIDE + Z + at);
+        }
+        number += gridDim.x;
+    } while (SEVERAL && number < work.heads);
 }
