@@ -4,7 +4,7 @@
     python benchmarks/methods_chart.py benchmarks/results/methods_h200.json
 
 writes the .svg beside it, one panel for each set of prompts. The line at 1 is plain decoding: a bar that ends left of
-it lost, and its figure is red. What was not measured has no bar; the table says why.
+it lost, and its figure is red. What was not measured, or is left out, has no bar; the table says why.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from documents.left_out import is_left_out
 
 from overlap_spec.bench.methods_records import name_of
 
@@ -23,7 +25,7 @@ LOST = "#b03030"
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of prompts. `ratios[batch][i]` belongs to `methods[i]`; None: not measured."""
+    """One set of prompts. `ratios[batch][i]` belongs to `methods[i]`; None: not measured, or left out."""
 
     title: str
     methods: list[str]
@@ -37,6 +39,7 @@ def panels(report: dict[str, Any]) -> list[Panel]:
         (figures["prompts"], figures["batch"], entry["label"]): float(figures["ratio"])
         for entry in entries
         for figures in entry["figures"]
+        if not is_left_out(report, entry, figures)
     }
     return [
         Panel(

@@ -15,6 +15,7 @@ from typing import Any
 from records.reader import reports_of
 
 from documents.age import run_of
+from documents.left_out import is_left_out
 from documents.throughput_table import (
     NAMES,
     batch_head,
@@ -158,13 +159,22 @@ def _summary_rows(report: Report) -> list[list[Any]]:
 
 
 def _summary(entry: Report, report: Report) -> list[Any]:
-    """One row. Accept length is that of the smallest batch; answers that differ are those of any batch."""
+    """One row. Accept length is that of the smallest batch; answers that differ are those of any batch.
+
+    A speed that the report leaves out is a `-`, which its note explains.
+    """
+
+    def speed(row: Report | None) -> str:
+        if row is None:
+            return ""
+        return "-" if is_left_out(report, entry, row) else against_plain(row["ratio"])
+
     found = {(row["prompts"], row["batch"]): row for row in entry["figures"]}
     cells: list[Any] = []
     for name in report["workload"]["prompts"].split(","):
         rows = [found.get((name, size)) for size in report["workload"]["batch_sizes"]]
         cells.append(next((row["accept_length"] for row in rows if row), ""))
-        cells += [against_plain(row["ratio"]) if row else "" for row in rows]
+        cells += map(speed, rows)
     same = min(row["identical"] for row in found.values())
     return [name_of(entry), *cells, f"{same:.0%}", *memory_of(entry)]
 

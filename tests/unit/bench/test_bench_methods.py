@@ -227,6 +227,16 @@ def test_the_summary_has_a_column_for_every_batch_size() -> None:
     assert "- broken (3, 1, 4): failed: it broke" in table.splitlines()
 
 
+def test_a_speed_that_is_left_out_is_in_neither_table_nor_chart(chart: ModuleType) -> None:
+    """Its answers count, as does the same cell of other methods and prompts."""
+    report = REPORT | {"left_out": [["chain", "chat20", 8]], "note": "-: why"}
+    table = render(report, "methods_summary")
+    assert row_of(table, "chain (3, 1, 4)")[1:8] == ["2.5", "1.50", "-", "2.5", "1.75", "1.00", "95%"]
+    assert row_of(table, "plain")[3] == "1.00" and table.endswith("`bench`; -: why")
+    chats, copies = chart.panels(report)
+    assert chats.ratios == {1: [1.5, 1.25], 8: [None, None]} and copies.ratios[8] == [1.0, None]
+
+
 def test_the_printed_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     _print(REPORT)
     printed = capsys.readouterr().out
