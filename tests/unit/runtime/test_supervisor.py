@@ -23,6 +23,8 @@ from overlap_spec.runtime import supervisor as supervisor_module, watchdog as wa
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
+pytestmark = pytest.mark.timeout(60)  # a start that does not end is a failure, not a run's end
+
 
 def test_the_schedulers_judgement_of_the_draft_is_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -411,12 +413,14 @@ def test_children_die_with_a_killed_parent_and_the_next_start_cleans_up(tmp_path
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as parent:
         assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 3
-        assert all(is_running(pid) for pid in pids)
-        RunDirectory(tmp_path).remove()
-        assert len(list(tmp_path.iterdir())) == 1, "the directory of a living owner is not touched"
-        parent.kill()
+        try:
+            pids = [int(word) for word in parent.stdout.readline().split()]
+            assert len(pids) == 3
+            assert all(is_running(pid) for pid in pids)
+            RunDirectory(tmp_path).remove()
+            assert len(list(tmp_path.iterdir())) == 1, "the directory of a living owner is not touched"
+        finally:
+            parent.kill()  # what has failed would wait for its end
     deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
