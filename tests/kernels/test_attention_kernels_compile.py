@@ -34,8 +34,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(16)
+@pytest.mark.full_but_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("name", KERNELS)

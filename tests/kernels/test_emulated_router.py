@@ -101,7 +101,7 @@ def test_the_router_of_several_rows(router: CudaEmulator, name: str) -> None:
     assert_no_logits(experts)
 
 
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_rows_whose_experts_were_drawn(router: CudaEmulator, count: int) -> None:
     """By the router of benchmarks, in the order of their logits. Others than those of the table have later steps'."""
     x, weight, common = unscaled(count), (torch.randn(128, 2048) / 40).to(BFLOAT), route.Common(128)

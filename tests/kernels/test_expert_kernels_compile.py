@@ -115,7 +115,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(9)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]

@@ -157,7 +157,8 @@ def test_tiled_linears(name: str) -> None:
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name: str) -> None:
     """A program of an entry left over waits elsewhere."""
@@ -187,7 +188,8 @@ def test_torn_conversions_are_found() -> None:
     assert torn_conversions(both) == torn_conversions(f"{both}\n{lower}") == [("R22", "R30")]
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_tree_attention(name: str) -> None:
     """A warpgroup multiplies what threads have copied 16 bytes at a time past the registers."""
@@ -198,7 +200,7 @@ def test_tree_attention(name: str) -> None:
     assert ptx.count("griddepcontrol.wait") == constants["PDL"]
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "kv_heads"), [(4, 4), (1, 1)])
 def test_attention_of_large_heads(width: int, kv_heads: int) -> None:
     """Gemma 4's: 31B with its assistant, and E2B. Two warpgroups multiply, and nothing is spilled."""

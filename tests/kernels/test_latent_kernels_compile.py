@@ -84,7 +84,7 @@ def test_attention(dtype: torch.dtype, kv_dtype: torch.dtype, pairs: int, tree: 
         assert "tf32" not in ptx and tiling.block_h == 16
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [True, False])
 def test_adding_pieces(uniform: bool) -> None:
     constants = SHARED | {

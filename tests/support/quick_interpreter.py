@@ -3,11 +3,13 @@
 Results are the interpreter's own, to the bit, and so are its errors: whatever has no short way takes the long one. It
 searches `triton.language` for builtin functions, makes a table of NumPy's types, checks the shape of every value, finds
 the common type and shape of operands that have one, and adds integers a second time in 64 bits for an assertion that
-only `debug` makes. Four fifths of a run were these.
+only `debug` makes. Four fifths of a run were these. Operators between numbers of one type are NumPy's own, which
+broadcasts as Triton does.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,7 @@ Holder = ModuleType | type
 Known = tuple[tl.core.tuple, int, str, tl.core.tuple, tl.constexpr]  # shape, size, name; for values: shape, size
 search, patch, check_block = interpreter._patch_builtin, interpreter._patch_lang, tl.block_type.__init__
 check_operands, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
-convert = TritonSemantic.cast
+convert, new, load_by_rules = TritonSemantic.cast, object.__new__, TritonSemantic._load_legacy
 unwrap = tl.core._unwrap_if_constexpr
 blocks: dict[tuple[object, ...], Known] = {}
 types_of_elements: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
@@ -37,6 +39,23 @@ ELEMENTS = [
 SIZES = {id(element): max(element.primitive_bitwidth // 8, 1) for element in ELEMENTS}  # there is one object of each
 INTEGERS = {id(element): range(-(1 << bits - 1), 1 << bits - 1) for element, bits in ((tl.int32, 32), (tl.int64, 64))}
 FLOATS = {id(tl.float32), id(tl.float64)}
+NUMPY = {id(kind): np.dtype(name) for kind, name in ((tl.int32, "i4"), (tl.int64, "i8"), (tl.float32, "f4"))}
+BITS = {*INTEGERS, id(tl.int1)}
+# Operator of values: NumPy's, the types that it may have, whether its result is one of truths
+OPERATORS = {
+    **dict.fromkeys(("__add__", "__radd__"), (np.add, set(NUMPY), False)),
+    **dict.fromkeys(("__sub__", "__rsub__"), (np.subtract, set(NUMPY), False)),
+    **dict.fromkeys(("__mul__", "__rmul__"), (np.multiply, set(NUMPY), False)),
+    "__and__": (np.bitwise_and, BITS, False),
+    "__or__": (np.bitwise_or, BITS, False),
+    "__lt__": (np.less, set(NUMPY), True),
+    "__le__": (np.less_equal, set(NUMPY), True),
+    "__gt__": (np.greater, set(NUMPY), True),
+    "__ge__": (np.greater_equal, set(NUMPY), True),
+    "__eq__": (np.equal, set(NUMPY), True),
+    "__ne__": (np.not_equal, set(NUMPY), True),
+}
+AXES = ((slice(None), None), (None, slice(None)))
 HOLD_NOTHING = {tl.tensor, int, bool, float, str, type(None), tl.dtype, tl.block_type, tl.pointer_type}
 
 
@@ -47,7 +66,12 @@ def patch_builtin(holder: Holder, builder: object, scope: Any) -> None:
         return
     for name in BUILTINS[holder]:
         if tl.core.is_builtin(member := getattr(holder, name)):
-            scope.set_attr(holder, name, interpreted(member))
+            is_short = holder is tl.tensor and not options().sanitize_overflow
+            if is_short and name in OPERATORS:
+                short = short_operator(member, name)
+            else:
+                short = with_axes(member) if is_short and name == "__getitem__" else interpreted(member)
+            scope.set_attr(holder, name, short)
 
 
 @functools.cache
@@ -61,6 +85,115 @@ def interpreted(member: Any) -> Any:
         return function(*args, **kwargs)
 
     return call
+
+
+def options() -> Any:
+    """Of the interpreter."""
+    return interpreter.interpreter_builder.options
+
+
+@functools.cache
+def short_operator(member: Any, name: str) -> Callable[[tl.tensor, Any], tl.tensor]:
+    """The operator of a value and another one of its type, or a number; of pointers and offsets. Else the long way."""
+    long, (operation, elements, compares) = interpreted(member), OPERATORS[name]
+    is_reversed, moves = name in ("__radd__", "__rsub__", "__rmul__"), name == "__add__"
+
+    def operator(self: tl.tensor, other: Any) -> tl.tensor:
+        element, mine, type_, of_value = self.dtype, self.handle, self.type, type(other) is tl.tensor
+        if type(other) is tl.constexpr:
+            other = other.value
+        if id(element) in elements:
+            if of_value:
+                if other.type is not type_:
+                    type_ = joint(type_, other.type) if other.dtype is element else None
+            elif not holds(element, other) or mine.data.dtype is not NUMPY[id(element)]:
+                type_ = None
+            if type_ is not None:
+                if not is_reversed:
+                    data, of = operation(mine.data, other.handle.data if of_value else other), mine.dtype
+                elif of_value:
+                    data, of = operation(other.handle.data, mine.data), other.handle.dtype
+                else:
+                    data, of = operation(other, mine.data), element
+                of = of.scalar
+                if data.itemsize <= SIZES.get(id(of), 0):
+                    return value_of(data, of, type_.with_element_ty(tl.int1) if compares else type_)
+        elif moves and of_value and type(element) is tl.pointer_type and id(other.dtype) in INTEGERS:
+            size, type_ = max(1, mine.get_element_ty().primitive_bitwidth // 8), moved(type_, other.type)
+            if type_ is not None:
+                return value_of(mine.data + size * other.handle.data.astype(np.uint64), mine.dtype, type_)
+        return long(self, other)
+
+    return operator
+
+
+@functools.cache
+def with_axes(member: Any) -> Callable[[tl.tensor, Any], tl.tensor]:
+    """A block of two axes, one of which has one element: `x[:, None]`, `x[None, :]`. Other indices: the long way."""
+    long = interpreted(member)
+
+    def indexed(self: tl.tensor, index: Any) -> tl.tensor:
+        is_row = self.type.__class__ is tl.block_type and len(self.type.sizes) == 1
+        if not is_row or type(index) is not tuple or index not in AXES:
+            return long(self, index)
+        data = self.handle.data[index]
+        return value_of(data, self.handle.dtype.scalar, of_shape(self.type.element_ty, data.shape))
+
+    return indexed
+
+
+def load(self: Any, pointers: Any, mask: Any, other: Any, boundary: Any, padding: Any, *hints: Any) -> tl.tensor:
+    """Of a block of pointers with a mask as large, and a value of their type where it is false."""
+    type_ = pointers.type
+    if type_.__class__ is tl.block_type and not padding and not boundary and mask is not None:
+        element = type_.element_ty.element_ty
+        is_plain = element is not tl.int1 and mask.type.__class__ is tl.block_type and mask.type.sizes == type_.sizes
+        if is_plain and (other is None or other.dtype is element):
+            data, of = pointers.handle.data, np_dtype(element)
+            rest = np.zeros_like(data, dtype=of) if other is None else np.empty(data.shape, of)
+            if other is not None:
+                rest[...] = other.handle.data
+            loaded = interpreter._interpreter.load(data, mask.handle.data, rest, of)
+            return value_of(loaded, element, block_of(element, type_.sizes))
+    return load_by_rules(self, pointers, mask, other, boundary, padding, *hints)
+
+
+def value_of(data: "np.ndarray[Any, Any]", of: tl.core.dtype, type_: Any) -> tl.tensor:
+    """A value of a type whose numbers have the size of theirs. `of`: the type of its handle."""
+    handle, value = new(interpreter.TensorHandle), new(tl.tensor)
+    handle.data, handle.dtype, handle.attr = data, of, {}
+    value.handle, value.type = handle, type_
+    if type_.__class__ is tl.block_type:
+        value.dtype, (value.shape, value.numel) = type_.element_ty, type_.of_values
+    else:
+        value.dtype, value.shape, value.numel = type_.scalar, NO_SHAPE, ONE
+    return value
+
+
+def joint(one: Any, other: Any) -> Any:
+    """The type of both, of one element type, in one shape. None: it has a long way."""
+    if one is other:
+        return one
+    if one.__class__ is not tl.block_type or other.__class__ is not tl.block_type:
+        if one.scalar is tl.int1:  # alone it may be held as an integer
+            return None
+        return one if one.__class__ is tl.block_type else other
+    shape = common_shape(one.sizes, other.sizes)
+    return None if shape is None else block_of(one.scalar, shape)
+
+
+def moved(pointer: Any, offset: Any) -> Any:
+    """The type of a pointer, or of a block of them, and offsets."""
+    if offset.__class__ is not tl.block_type:
+        return pointer
+    shape, element = offset.sizes, pointer.scalar
+    if pointer.__class__ is tl.block_type:
+        if pointer.sizes == shape:
+            return pointer
+        shape = common_shape(pointer.sizes, shape)
+    if shape is None:
+        return None
+    return of_shape(element, shape)
 
 
 @functools.cache
@@ -100,6 +233,16 @@ def block_of(element: tl.core.dtype, shape: tuple[int, ...]) -> tl.block_type:
     if key not in types_of_elements:
         types_of_elements[key] = tl.block_type(element, list(shape))
     return types_of_elements[key]
+
+
+def of_shape(element: Any, shape: tuple[int, ...]) -> tl.block_type:
+    """There is one type of blocks of each shape of a pointer, too."""
+    if type(element) is tl.core.dtype:
+        return block_of(element, shape)
+    known = vars(element).setdefault("blocks", {})
+    if shape not in known:
+        known[shape] = tl.block_type(element, list(shape))
+    return known[shape]
 
 
 def init_value(self: tl.tensor, handle: Any, type: tl.core.dtype) -> None:
@@ -150,8 +293,7 @@ def spread(value: tl.tensor, shape: tuple[int, ...], is_scalar: bool) -> tl.tens
     handle = value.handle
     data = np.empty(shape, interpreter._get_np_dtype(handle.dtype) if is_scalar else handle.data.dtype)
     data[...] = handle.data
-    type_ = block_of(value.dtype, shape)
-    return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), type_)
+    return value_of(data, handle.dtype.scalar, block_of(value.dtype, shape))
 
 
 @functools.cache
@@ -179,7 +321,7 @@ def filled(like: tl.tensor, number: Any) -> tl.tensor:
     """A number as often as a value has elements, in its type."""
     data = np.empty(like.type.sizes if like.type.is_block() else (1,), interpreter._get_np_dtype(like.dtype))
     data[...] = number
-    return tl.tensor(interpreter.TensorHandle(data, like.dtype), like.type)
+    return value_of(data, like.dtype, like.type)
 
 
 def holds(element: tl.core.dtype, number: Any) -> bool:
@@ -221,5 +363,6 @@ def install() -> None:
     TritonSemantic.binary_op_type_checking_impl = operands
     TritonSemantic.broadcast_impl_value = in_one_shape
     TritonSemantic.cast = cast
-    if not interpreter.interpreter_builder.options.debug:  # else the sums in 64 bits are compared
+    TritonSemantic._load_legacy = load
+    if not options().debug:  # else the sums in 64 bits are compared
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -80,7 +80,8 @@ def words_of(text: str) -> set[str]:
 def prose_of(path: Path) -> Iterator[str]:
     """What of a file is checked: of Python comments, docstrings and identifiers, of other files everything."""
     text = path.read_text()
-    if not words_of(text) & WORDS.keys():
+    lowered = text.lower()
+    if not any(word in lowered for word in WORDS) or not words_of(text) & WORDS.keys():
         return  # to take code apart takes long
     if path.suffix != ".py":
         yield text

@@ -72,6 +72,7 @@ def test_thirty_mib_of_anything_take_no_long_turn(tmp_path: Path, made: Callable
     on_stage(scene, tmp_path)
 
 
+@pytest.mark.slow  # 80 MB go through a socket
 def test_messages_that_are_refused_unread_take_no_long_turn(tmp_path: Path) -> None:
     """There is room for one of them; of the others the head is read."""
 
