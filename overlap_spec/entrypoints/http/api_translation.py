@@ -11,7 +11,7 @@ An answer is shown as a list of blocks, as Anthropic's messages and OpenAI's res
 import enum
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -166,7 +166,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Opened:
-    """A block begins; its text comes in `Grown`."""
+    """A block begins; its text comes in `Grown`. This one stays empty: the answer's may grow before it is written."""
 
     block: Block
 
@@ -233,7 +233,7 @@ class Blocks:
         yield from self._close()
         self.blocks.append(block)
         self._open = block
-        yield Opened(block)
+        yield Opened(replace(block))
 
     def _append(self, text: str) -> Grown:
         assert self._open is not None

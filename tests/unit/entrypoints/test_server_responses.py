@@ -120,6 +120,14 @@ def test_a_stream_of_reasoning_text_and_calls_ends_as_the_whole_response() -> No
     assert [{**item, "id": ""} for item in whole] == [{**item, "id": ""} for item in done]
 
 
+def test_what_begins_in_a_stream_is_empty_so_that_a_client_may_add_its_deltas() -> None:
+    events = [event for _, event in named_events_of(played([*THOUGHT, *PLAIN, *CALLS], stream=True))]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("content", item.get("arguments")) for item in items] == [[], [], "", ""]
+    parts = [event["part"]["text"] for event in events if event["type"] == "response.content_part.added"]
+    assert parts == ["", ""]
+
+
 def test_the_last_item_of_a_stream_that_is_cut_is_incomplete() -> None:
     events = [event for _, event in named_events_of(played([*PLAIN, *CUT], stream=True))]
     done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
