@@ -86,16 +86,19 @@ class EventStream(StreamingResponse):
         super().__init__(events, headers=HEADERS)
         self._events = events
         self._failed = failed
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send_all(scope, send))
         except ClientGone:
-            return
+            if not self._has_begun:
+                raise  # its line in the log has the status of those that leave
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
+            self._has_begun = True
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _send_body(send, first)
             try:

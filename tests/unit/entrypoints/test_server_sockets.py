@@ -200,6 +200,27 @@ def test_a_client_that_goes_away_aborts_its_requests(path: str, body: bytes, pol
     asyncio.run(inner())
 
 
+@pytest.mark.parametrize(
+    ("words", "streams", "status"), [("sleep", True, 499), ("sleep", False, 499), ("a hang", True, 200)]
+)
+def test_a_client_that_leaves_is_counted_as_one_that_left_unless_its_answer_had_begun(
+    words: str, streams: bool, status: int
+) -> None:
+    async def inner() -> None:
+        client = FakeClient()
+        async with serving(client) as server:
+            body = json.dumps({"prompt": words, "stream": streams}).encode()
+            _, writer = await post(server, "/v1/completions", body)
+            await until(lambda: bool(client.running))
+            await asyncio.sleep(0.02)
+            writer.close()
+            await until(lambda: not client.running)
+            counts = (await _get(server, "/metrics")).text
+            assert f'http_responses_total{{status="{status}"}} 1.0' in counts and 'status="0"' not in counts
+
+    asyncio.run(inner())
+
+
 def test_a_client_that_does_not_read_delays_nobody_and_can_leave() -> None:
     async def inner() -> None:
         client = FakeClient()
