@@ -164,7 +164,7 @@ def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimi
     asked = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(1, most - prompt_len)
     total = prompt_len + max(asked, 1)
     field = "prompt" if prompt_len >= most else "max_new_tokens"
-    wanted = f"{prompt_len} prompt tokens + {asked} new tokens = {total}"
+    wanted = f"{prompt_len} prompt tokens + {total - prompt_len} new tokens = {total}"
     if total > limits.max_len:
         raise RequestError(field, f"{wanted}: more than the maximum context length of {limits.max_len} tokens")
     if total > limits.max_total_tokens:

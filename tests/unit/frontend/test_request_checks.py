@@ -25,6 +25,7 @@ def checks(eos: tuple[int, ...] = (2,), most: int = 3, seed: int | None = 1) -> 
         ({"max_new_tokens": 95}, [1] * 6, ROOMY, "max_new_tokens", "maximum context length of 100 tokens"),
         ({"max_new_tokens": 1}, [1] * 100, ROOMY, "prompt", "100 prompt tokens.*maximum context length of 100"),
         ({"max_new_tokens": None}, [1] * 100, ROOMY, "prompt", "maximum context length of 100 tokens"),
+        ({"max_new_tokens": 0}, [1] * 100, ROOMY, "prompt", r"100 prompt tokens \+ 1 new tokens = 101: more than"),
         ({"max_new_tokens": 80}, [1], LIMITS, "max_new_tokens", r"80 tokens; --max-total-tokens"),
         ({"max_new_tokens": 1}, [1] * 80, LIMITS, "prompt", "--max-total-tokens"),
         ({"max_new_tokens": None, "min_new_tokens": 31}, [1] * 50, LIMITS, "min_new_tokens", "exceeds the 30"),
