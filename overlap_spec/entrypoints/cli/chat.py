@@ -49,6 +49,7 @@ class Figures:
 
     began_at: float
     first_at: float = 0.0
+    num_first: int = 1  # tokens that came then: more if this process looked late
     ended_at: float = 0.0
     usage: Usage | None = None
     finish: Finish | None = None
@@ -59,8 +60,8 @@ class Figures:
             return "no answer"
         tokens, steps = self.usage.completion_tokens, self.usage.spec_verify_ct
         parts = [f"{tokens} tokens"]
-        if tokens > 1 and self.ended_at > self.first_at:
-            parts.append(f"{(tokens - 1) / (self.ended_at - self.first_at):.1f} tok/s")
+        if tokens > self.num_first and self.ended_at > self.first_at:
+            parts.append(f"{(tokens - self.num_first) / (self.ended_at - self.first_at):.1f} tok/s")
         if steps:
             parts.append(f"accept length {(tokens - 1) / steps:.2f}")
         parts.append(f"first token {self.first_at - self.began_at:.2f} s")
@@ -89,7 +90,8 @@ class Conversation:
         said: list[str] = []
         try:
             async for delta in self._engine.generate(prompt, await self._limited(prompt)):
-                figures.first_at = figures.first_at or time.monotonic()
+                if not figures.first_at:
+                    figures.first_at, figures.num_first = time.monotonic(), delta.usage.completion_tokens
                 figures.usage, figures.finish = delta.usage, delta.finish
                 said.append(delta.text)
                 print(delta.text, end="", flush=True)

@@ -97,7 +97,11 @@ def test_without_a_limit_an_answer_takes_what_the_context_leaves() -> None:
 def test_figures_in_words() -> None:
     figures = Figures(began_at=1.0, first_at=1.5, ended_at=3.5, usage=Usage(9, 0, 41, 16), finish=STOP)
     assert figures.line() == "41 tokens, 20.0 tok/s, accept length 2.50, first token 0.50 s"
-    one = Figures(1.0, 1.5, 1.5, Usage(9, 0, 1, 0), Finish(FinishKind.LENGTH))
+    late = Figures(began_at=1.0, first_at=1.5, num_first=21, ended_at=3.5, usage=Usage(9, 0, 41, 16), finish=STOP)
+    assert "41 tokens, 10.0 tok/s, accept length 2.50" in late.line()
+    at_once = Figures(began_at=1.0, first_at=1.5, num_first=5, ended_at=1.50001, usage=Usage(9, 0, 5, 2), finish=STOP)
+    assert "tok/s" not in at_once.line()
+    one = Figures(1.0, 1.5, 1, 1.5, Usage(9, 0, 1, 0), Finish(FinishKind.LENGTH))
     assert one.line() == "1 tokens, first token 0.50 s, cut at the token limit"
 
 
