@@ -36,14 +36,7 @@ from overlap_spec.frontend.open_requests import UIDS_OF_A_FRONTEND
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import FrontendService
 from overlap_spec.frontend.tcp_guard import BACKLOG, TcpGuard, listen
-from overlap_spec.messages import (
-    CLIENTS_OF_A_FRONTEND,
-    FrontendFacts,
-    NewFrontend,
-    Terms,
-    ToFrontend,
-    ToScheduler,
-)
+from overlap_spec.messages import CLIENTS_OF_A_FRONTEND, FrontendFacts, NewFrontend, Terms, ToFrontend, ToScheduler
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 

@@ -21,16 +21,7 @@ from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.rows import RowTurns
-from overlap_spec.messages import (
-    Admit,
-    EngineLimits,
-    Message,
-    Prompt,
-    Recover,
-    SamplingParams,
-    ToFrontend,
-    TokenDeltas,
-)
+from overlap_spec.messages import Admit, EngineLimits, Message, Prompt, Recover, SamplingParams, ToFrontend, TokenDeltas
 
 T = TypeVar("T")
 DEFAULTS = SamplingParams()

@@ -15,12 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb, alone
-from overlap_spec.entrypoints.http.body_fields import (
-    Json,
-    refuse_unsupported,
-    salt_of,
-    terms_of,
-)
+from overlap_spec.entrypoints.http.body_fields import Json, refuse_unsupported, salt_of, terms_of
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
