@@ -85,12 +85,12 @@ def read_keys(config: EngineConfig) -> ApiKeys:
     """Every key that the flags, the environment and the file give. Raises: ConfigError, which shows no key."""
     names: dict[str, str] = {}
     sharing: set[str] = set()
-    single = config.api_key or asked_key(API_KEY)
+    single = _sendable("api_key", config.api_key or asked_key(API_KEY))
     if single is not None:
         names[single] = "default"
     if config.api_key_file is not None:
         names |= _of_file(Path(config.api_key_file).expanduser(), names, sharing)
-    admin = config.admin_api_key or asked_key(ADMIN_API_KEY)
+    admin = _sendable("admin_api_key", config.admin_api_key or asked_key(ADMIN_API_KEY))
     if admin is not None and admin in names:
         raise ConfigError("admin_api_key", "is also one of the API keys: give the operator a key of its own")
     if long := next((name for name in names.values() if len(name) > MOST_NAME), None):
@@ -101,10 +101,18 @@ def read_keys(config: EngineConfig) -> ApiKeys:
     return ApiKeys(names, admin, tuple(sorted(sharing)))
 
 
+def _sendable(field: str, key: str | None) -> str | None:
+    """A key without blanks and ends of lines around it, which no header can have. Raises: ConfigError."""
+    found = None if key is None else key.strip()
+    if found is not None and not (found and found.isprintable()):
+        raise ConfigError(field, "is blank or has control characters: no client can send that")
+    return found
+
+
 def _of_file(path: Path, others: dict[str, str], sharing: set[str]) -> dict[str, str]:
     """Names by key. Adds to `sharing` those that are marked."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError("api_key_file", f"{path} cannot be read: {reason}") from None

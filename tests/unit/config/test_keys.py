@@ -47,6 +47,17 @@ def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert keys_of(tmp_path, api_key="sk-f").names == {"sk-f": "default"}, "the flag goes first"
 
 
+def test_a_key_is_what_a_client_can_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that was made of a file ends with the file's end of line; an editor may begin a file with a mark."""
+    monkeypatch.setenv("OVERLAP_SPEC_API_KEY", "sk-e\n")
+    monkeypatch.setenv("OVERLAP_SPEC_ADMIN_API_KEY", " sk-a\r\n")
+    assert keys_of(tmp_path) == ApiKeys({"sk-e": "default"}, "sk-a")
+    assert keys_of(tmp_path, "\ufeffsk-1\n", api_key="sk f ").names == {"sk f": "default", "sk-1": "line 1"}
+    for bad in (" ", "\n", "sk-1\nsk-2"):
+        with pytest.raises(ConfigError, match="--api-key: is blank or has control characters"):
+            keys_of(tmp_path, api_key=bad)
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "said"),
     [
