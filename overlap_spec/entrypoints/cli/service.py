@@ -231,6 +231,7 @@ def print_start(settings: Settings, facts: EngineFacts, url: str, endpoint: str)
     print("ready", flush=True)
 
 
+LOOK_S = 1.0
 CLOSE_S = 0.7  # for answers that are still being written at the end
 
 log = logging.getLogger(__name__)
@@ -267,6 +268,7 @@ class Service:
         self._draining = False
         self._is_late = False  # the time to drain is over
         self._state, self._state_since = EngineState.STARTING, time.monotonic()
+        self._looking: asyncio.Task[None] | None = None
 
     async def bind(self) -> None:
         """Bind the port. Raises: OverlapSpecError if that fails."""
@@ -286,6 +288,7 @@ class Service:
     async def start(self) -> None:
         """Start the engine and answer requests from then on. Raises: ConfigError, CheckpointError, ActorDied."""
         engine = self._engine
+        self._looking = asyncio.create_task(self.note_states())
         with shown_progress(log.info) as engine.progress:
             await engine.start()
         for note in engine.notes:
@@ -298,6 +301,12 @@ class Service:
         url = http_url(engine.config.host, self._server.port)
         engine.announce(url)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
+
+    async def note_states(self) -> None:
+        """Look at the state all the time, so that it is seen as it begins, without a question too."""
+        while True:
+            self.health()
+            await asyncio.sleep(LOOK_S)
 
     def health(self) -> EngineHealth:
         """The state of engine and server. A state that knows no time of its own began when it was first seen."""
@@ -331,6 +340,8 @@ class Service:
 
     async def stop(self) -> None:
         """End connections, processes and files: the last answers first, if there is time for them."""
+        if self._looking is not None:
+            self._looking.cancel()
         closing = asyncio.create_task(self._server.stop(CLOSE_S))
         try:
             if not self._is_late:
