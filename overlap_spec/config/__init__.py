@@ -13,10 +13,7 @@ from overlap_spec.config.environment import (
     refuse_multicast as refuse_multicast,
     waiting_fact as waiting_fact,
 )
-from overlap_spec.config.flags import (
-    DUMMY as DUMMY,
-    EngineConfig as EngineConfig,
-)
+from overlap_spec.config.flags import DUMMY as DUMMY, EngineConfig as EngineConfig
 from overlap_spec.config.settings import (
     FORCE_GREEDY_NGRAM as FORCE_GREEDY_NGRAM,
     LOSSY as LOSSY,

@@ -1,6 +1,7 @@
 """`Settings`: the resolved, frozen configuration, with a section for each owner; and the other inputs of `resolve`."""
 
 import ipaddress
+import socket
 from typing import Annotated, Any
 
 import msgspec
@@ -267,11 +268,12 @@ class ApiKeys(Struct, frozen=True):
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach a server on that address."""
+    """True if only this machine can reach a server on that address, or on those that a name has: `127.1`, its own."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+        found = socket.getaddrinfo(host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
 class HttpLimits(Struct, frozen=True):

@@ -138,9 +138,13 @@ def test_chats_own_flags_do_not_hide_the_engines() -> None:
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("::", False)],
+    [
+        *[(host, True) for host in ("127.0.0.1", "localhost", "LOCALHOST", "::1", "[::1]", "127.9.9.9", "127.1")],
+        *[(host, False) for host in ("0.0.0.0", "::", "", "10.0.0.1", "no name")],
+    ],
 )
 def test_loopback_is_recognised(host: str, local: bool) -> None:
+    """A name may be one of the loopback: on Debian that of the machine itself is 127.0.1.1."""
     assert is_loopback(host) is local
 
 
