@@ -85,7 +85,8 @@ GRAMMAR_FIELDS = frozenset(GrammarFields.__struct_fields__)
 def _asking(fields: GrammarFields) -> Iterator[str]:
     for name in READERS:
         value = getattr(fields, name)
-        if value not in (None, "", {}, [], {"type": "text"}) and value is not False:
+        is_schema = value == {} and READERS[name] is _json_schema  # an empty one is of any JSON
+        if is_schema or (value not in (None, "", {}, [], {"type": "text"}) and value is not False):
             yield name
 
 

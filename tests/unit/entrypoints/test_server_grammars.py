@@ -29,6 +29,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "structural_tag", **TAG}}, None),
     ({"json_schema": json.dumps(SCHEMA)}, OF_SCHEMA),
     ({"json_schema": SCHEMA}, OF_SCHEMA),
+    ({"json_schema": {}}, Grammar(GrammarKind.JSON_SCHEMA, "{}")),
     ({"json_schema": "$$ANY$$"}, Grammar(GrammarKind.JSON_SCHEMA, "{}")),
     ({"regex": "[0-9]+"}, REGEX),
     ({"ebnf": EBNF.text}, EBNF),
@@ -41,12 +42,14 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"json_object": True}}, OBJECT),
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, OF_TAG),
     ({"guided_json": SCHEMA}, OF_SCHEMA),
+    ({"guided_json": {}, "structured_outputs": {}}, Grammar(GrammarKind.JSON_SCHEMA, "{}")),
     ({"guided_regex": "[0-9]+"}, REGEX),
     ({"guided_choice": ["a", "b"]}, CHOICE),
     ({"guided_grammar": EBNF.text}, EBNF),
     ({"guided_json_object": True}, OBJECT),
     ({"guided_decoding": {"json": SCHEMA, "backend": "guidance"}, "guided_decoding_backend": "auto"}, OF_SCHEMA),
     ({"guided_json_object": False, "regex": "", "json_schema": "", "guided_choice": []}, None),
+    ({"response_format": {}, "guided_json": []}, None),
 ]
 PATHS = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "/v1/completions": {"prompt": "x"}}
 
