@@ -334,7 +334,7 @@ class Supervisor:
                 if self._ready == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed(on_purpose=True) if message.actor == FRONTEND:
-                self.fail(ActorDied(message.actor, message.error))  # a fault of an audit that is to end the run, say
+                self.fail(ActorDied(message.actor, message.error, message.refused))  # or a fault of an audit, say
             case ActorFailed(lost_rank=True):  # another rank's death, which is about to be known, explains it
                 self._spawn(self._died_later(ActorDied(message.actor, message.error), message.generation))
             case ActorFailed():

@@ -244,6 +244,19 @@ def test_an_error_on_purpose_of_the_frontend_ends_the_run(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("actor", ["frontend", "worker"])
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_refusal_of_any_process_is_told_as_one(tmp_path: Path, actor: str, refused: bool) -> None:
+    """The exit status is 2 then, after which a service manager does not start the same command again."""
+
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            supervisor._dispatch(ActorFailed(actor, "--chat-template: no", "", on_purpose=True, refused=refused))
+            assert supervisor.failed.result().refused is refused
+
+    asyncio.run(scenario())
+
+
 def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
