@@ -34,15 +34,7 @@ from overlap_spec.bench.workload import Workload, batch_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.messages import Record, SamplingParams, Stats
-from overlap_spec.runtime.tracing import (
-    CLOCK_ERROR,
-    FRONTEND,
-    LAST_STEP_SPLIT,
-    SCHEDULER,
-    TRACKS,
-    WORKER,
-    read_records,
-)
+from overlap_spec.runtime.tracing import CLOCK_ERROR, FRONTEND, LAST_STEP_SPLIT, SCHEDULER, TRACKS, WORKER, read_records
 
 DECODE = "decode"  # `phase` of a device record
 LAUNCH, PLAN, SETTLE = "launch", "plan", "settle"

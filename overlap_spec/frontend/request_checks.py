@@ -10,14 +10,7 @@ import numpy as np
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import (
-    MAX_STOP_IDS,
-    EngineLimits,
-    ErrorCode,
-    SamplingParams,
-    Speculative,
-    Terms,
-)
+from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams, Speculative, Terms
 
 ANY_ID = 1 << 31
 

@@ -35,6 +35,7 @@ from overlap_spec.entrypoints.cli.flags import (
     engine_config,
     flag_name,
     refuse_flags,
+    result_file,
 )
 from overlap_spec.entrypoints.cli.service import served
 
@@ -45,7 +46,8 @@ NOT_OF_STEPS = OTHERS | {"with_chats": "--with-chats", "with_sampled": "--with-s
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that only `bench step` takes."""
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev to this file (step)")
+    trace = "write a trace for ui.perfetto.dev to this file (step)"
+    parser.add_argument("--trace", type=result_file, metavar="FILE", help=trace)
     parser.add_argument("--batch-size", type=int, metavar="N", help="requests that run together (step; default: 1)")
 
 
@@ -205,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, and the engine's flags."""
     what = ("latency", "throughput", "scheduler", "step", "methods", "serve")
     parser.add_argument("what", choices=what, metavar="|".join(what), help="what to measure")
-    parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("--output", type=result_file, metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
     parser.add_argument("--num-tokens", type=int, default=NUM_TOKENS, metavar="N", help="tokens per answer at most")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency, methods and step runs")

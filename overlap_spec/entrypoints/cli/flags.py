@@ -9,9 +9,11 @@ import argparse
 import difflib
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, NoReturn
 
 from overlap_spec.config import EngineConfig
@@ -137,6 +139,15 @@ def _answers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 class UsageError(OverlapSpecError):
     """The command line cannot be understood."""
+
+
+def result_file(path: str) -> str:
+    """A file for the end of a run, looked at before the run. Raises: argparse.ArgumentTypeError."""
+    place = Path(path).absolute()
+    there = next(each for each in (place, *place.parents) if each.exists())
+    if there.is_dir() is (there == place) or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"no file can be written at {path!r}")
+    return path
 
 
 class Parser(argparse.ArgumentParser):

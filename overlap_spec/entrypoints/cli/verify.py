@@ -36,6 +36,7 @@ from overlap_spec.entrypoints.cli.flags import (
     engine_config,
     refuse_bench_flags,
     refuse_flags,
+    result_file,
 )
 from overlap_spec.entrypoints.cli.progress import shown_progress
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
@@ -331,7 +332,7 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompts, where the report goes, and the engine's flags."""
     parser.add_argument("prompts", nargs="?", metavar="PROMPTS.jsonl", help="default: ten prompts that ship")
-    parser.add_argument("--output", metavar="FILE", help="write the report to this JSON file")
+    parser.add_argument("--output", type=result_file, metavar="FILE", help="write the report to this JSON file")
     add_engine_flags(parser)
 
 

@@ -12,7 +12,7 @@ import pytest
 from overlap_spec.config import EngineConfig, is_loopback
 from overlap_spec.entrypoints.cli import COMMANDS, main
 from overlap_spec.entrypoints.cli.chat import add_arguments as add_chat_arguments
-from overlap_spec.entrypoints.cli.flags import Parser, UsageError, add_engine_flags, engine_config
+from overlap_spec.entrypoints.cli.flags import Parser, UsageError, add_engine_flags, engine_config, result_file
 from overlap_spec.errors import ConfigError
 from overlap_spec.version import __version__
 
@@ -134,6 +134,26 @@ def test_chats_own_flags_do_not_hide_the_engines() -> None:
     namespace: Any = parser.parse_args(["Why?", "--system", "Be brief", "--max-tokens", "5", "--page-size", "8"])
     assert (namespace.prompt, namespace.system, namespace.max_tokens) == ("Why?", "Be brief", 5)
     assert engine_config(namespace).page_size == 8
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "scheduler", "--output"],
+        ["bench", "step", "--trace"],
+        ["bench", "serve", "--output"],
+        ["verify", "--output"],
+    ],
+)
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        assert main([*words, str(path)]) == 2
+        assert f"argument {words[-1]}: no file can be written at '{path}'" in capsys.readouterr().err
+    for path in (tmp_path / "file", tmp_path / "new" / "folder" / "x.json"):
+        assert result_file(str(path)) == str(path)
 
 
 @pytest.mark.parametrize(
