@@ -59,7 +59,7 @@ MOST_EXPERTS = {"EXPERTS": 512, "SHARE": 4, "TOP_K": 10, "BLOCK": 512, "COMMON":
 MANY_ROWS = {"SHARE": 0, "PARTS": 1, "EARLY": 0, "PDL": False}
 GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "SHARE": 4, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
 GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
-GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192, "SQUARES": 0, "BLOCK_S": 1, "EARLY": 0}
+GROUPS |= {"BLOCK_K": 128, "PDL": True, "COMMON": 8192, "SQUARES": 0, "BLOCK_S": 1, "EARLY": 9}
 TYPES = {
     "scale": "fp32",
     "correction_ptr": "*fp32",
@@ -136,7 +136,7 @@ def test_no_two_warps_read_a_part_of_a_row(experts: int) -> None:
 
 def test_the_next_kernel_begins_when_no_expert_is_chosen() -> None:
     """It waits for each by itself."""
-    ptx = compiled(route._route_kernel, 4, CHOICE | {"EARLY": 8})["ptx"]
+    ptx = compiled(route._route_kernel, 4, CHOICE)["ptx"]
     assert re.findall(r"griddepcontrol\.\w+|st\.global\.b64|atom[\w.]+exch|bar\.sync", ptx)[:12] == [
         "griddepcontrol.wait",
         *["st.global.b64"] * 8,

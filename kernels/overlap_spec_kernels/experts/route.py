@@ -342,10 +342,10 @@ def row_of_program(
             tl.store(place, logits, mask=(own < num_rows) & (part < PARTS) & (expert < EXPERTS))
         else:
             wait(PDL)
-            first = experts_ptr + row.to(tl.int64) * EARLY
+            places_ptr = experts_ptr + row.to(tl.int64) * EARLY
             for place in tl.static_range(EARLY):
-                tl.store(first + place, -1)
-            tl.atomic_xchg(first, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
+                tl.store(places_ptr + place, -1)
+            tl.atomic_xchg(places_ptr, tl.full((), -1, tl.int64), sem="acq_rel")  # all are, for all programs
             tl.debug_barrier()  # one warp has written them: no other one may let the next kernel begin before
             let_next_begin(PDL)
     else:
