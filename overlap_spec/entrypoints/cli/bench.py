@@ -59,8 +59,6 @@ def check_step_arguments(arguments: argparse.Namespace) -> None:
                 raise UsageError(f"{flag} does not go with step")
         if not features.is_there("tracing"):
             raise UsageError("step: needs the feature 'tracing', which is not part of this installation")
-        if arguments.batch_size is not None and arguments.batch_size < 1:
-            raise UsageError(f"--batch-size: must be at least 1, got {arguments.batch_size}")
         return
     for name, flag in FLAGS.items():
         if getattr(arguments, name) is not None:
@@ -234,7 +232,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
     check_serve_arguments(arguments, NUM_TOKENS)
-    _check_runs(arguments)
+    _check_numbers(arguments)
     _refuse_ignored_flags(arguments)
     if arguments.temperature and arguments.what in ("throughput", "scheduler"):
         raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
@@ -273,14 +271,13 @@ def _refuse_ignored_flags(arguments: argparse.Namespace) -> None:
         refuse_flags(arguments, ONLY_SERVED, f"bench {arguments.what} starts no HTTP server")
 
 
-def _check_runs(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError if --runs would have no effect, or is no number of runs."""
-    if arguments.runs is None:
-        return
-    if arguments.what not in ("latency", "methods"):
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError if --runs would have no effect, or if nothing is to be counted."""
+    if arguments.runs is not None and arguments.what not in ("latency", "methods"):
         raise UsageError("--runs goes with latency and methods only")
-    if arguments.runs < 1:
-        raise UsageError(f"--runs: must be at least 1, got {arguments.runs}")
+    for name in ("runs", "num_tokens", "batch_size"):
+        if (number := getattr(arguments, name, None)) is not None and number < 1:
+            raise UsageError(f"{flag_name(name)}: must be at least 1, got {number}")
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
