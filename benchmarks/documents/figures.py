@@ -16,7 +16,7 @@ from documents.own import own_reports
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
 from documents.result_tables import DEFAULT_NUMBERS, MARKED, recorded
-from documents.side_by_side import FILES as SIDE_BY_SIDE, GRID, cells_of
+from documents.side_by_side import ANSWERS, FILES as SIDE_BY_SIDE, GRID, GRID_FEW, cells_of
 from documents.two_gpus import FILES as TWO_GPUS
 
 Report = dict[str, Any]
@@ -207,6 +207,19 @@ def _grid_least(results: Results, kinds: Sequence[str]) -> str:
     return at_least(min(ratio for kind in kinds for *_, ratio in cells_of(grid, kind)), 2)
 
 
+def _grid_best(results: Results) -> str:
+    """The least of default numbers over the fastest fixed width, or plain decoding, in answers of one length."""
+    default: dict[tuple[str, int], float] = {}
+    best: dict[tuple[str, int], float] = {}
+    fixed = results[GRID.removesuffix(".json")]
+    for report in (fixed, results[GRID_FEW.removesuffix(".json")]):
+        default |= {(case, batch): ratio for case, batch, tokens, ratio in cells_of(report) if tokens == max(ANSWERS)}
+    for kind in {row["kind"] for row in fixed["rows"] if row["kind"].startswith("fixed")}:
+        for case, batch, _, ratio in cells_of(fixed, kind):
+            best[case, batch] = max(best.get((case, batch), 1.0), ratio)
+    return at_least(min(default[cell] / ratio for cell, ratio in best.items()), 2)
+
+
 def _forced(results: Results, proposed: bool) -> str:
     """Accept length of a greedy chain with a grammar."""
     rows = (row for row in _replies(results) if (row["method"], row["temperature"]) == ("EAGLE-3 chain", 0))
@@ -311,6 +324,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "plain-again": _plain_again,
     "grid-turns": partial(_grid_least, kinds=("turns",)),
     "grid-arrivals": partial(_grid_least, kinds=("arrivals",)),
+    "grid-best": _grid_best,
     "commits": lambda results: f"{len(results.commits):,}",
     "first-commit": lambda results: results.commits[0],
     "last-commit": lambda results: results.commits[-1],
