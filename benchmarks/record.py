@@ -13,6 +13,7 @@ exit status is 1 if something is left. The files of a machine without git name t
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -109,10 +110,13 @@ def main(words: list[str], root: Path = ROOT, table: Parts = PARTS, machine: Mac
     if reason := refusal(site, parts):
         print(reason)
         return 1
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it has started ends, too
     try:
         return measure_all(site, chosen(arguments.parts, site, parts))
     except KeyError as name:
         parser.error(f"no part {name}; {machine.card} has {', '.join(part.name for part in parts)}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Records of a card: what is measured again, what a part that was cut off keeps, and what a reader takes for whole."""
 
 import json
+import os
+import signal
 import subprocess
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +162,26 @@ def test_a_record_is_complete_once_all_parts_agree_with_one_tree(tree: Tree) -> 
     tree.record("--parts", "two")
     newer = tree.newest()
     assert newer is not None and newer.run["commit"] != whole.run["commit"] and len(tree.files()) == 4
+
+
+def test_who_ends_it_ends_what_it_has_started(tree: Tree) -> None:
+    slow = replace(ONE, commands=(command("a", sleep_s=60.0),))
+    started = tree.root / "calls"
+
+    def end() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(SystemExit) as left:
+        tree.record(table=(slow,))
+    thread.join()
+    assert left.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
+    running = subprocess.run(["pgrep", "-f", str(tree.root)], capture_output=True, text=True, check=False)
+    assert not running.stdout, "its command has ended"
 
 
 def test_what_was_cut_off_is_no_record_and_goes_on(tree: Tree) -> None:
