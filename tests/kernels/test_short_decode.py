@@ -153,14 +153,24 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
-    ("heads", "width", "page_size", "cluster", "normed", "window"),
-    [(LLAMA, 4, 16, 8, 0, 0), (LLAMA_3B, 5, 64, 4, 16, 512), (SMOL, 1, 16, 2, 32, 0), (NEXT, 2, 16, 8, 16, 1024)],
+    ("heads", "width", "page_size", "cluster", "normed", "window", "first"),
+    [
+        (LLAMA, 4, 16, 8, 0, 0, None),
+        (LLAMA, 4, 16, 8, 0, 0, 0),
+        (LLAMA_3B, 5, 64, 4, 16, 512, None),
+        (SMOL, 1, 16, 2, 32, 0, None),
+        (NEXT, 2, 16, 8, 16, 1024, None),
+        (NEXT, 2, 16, 8, 16, 0, 2),
+    ],
 )
-def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int, normed: int, window: int) -> None:
+def test_it_compiles(
+    heads: HeadShape, width: int, page_size: int, cluster: int, normed: int, window: int, first: int | None
+) -> None:
+    """`first`: of a tree's columns; None: of chains."""
     num_heads, kv_heads, dim = heads
     shapes = f"WIDTH={width}", f"GROUP={num_heads // kv_heads}", f"KV_HEADS={kv_heads}", f"HEAD={dim}"
     division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES[dim]}", f"CLUSTER={cluster}"
-    division += (f"WINDOW={window}",)
+    division += (f"WINDOW={window}", f"TREE={int(first is not None)}", f"FIRST={first or 0}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1", f"NORMED={normed}"))._compile()

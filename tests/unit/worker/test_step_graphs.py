@@ -155,9 +155,10 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
 
 
 @pytest.mark.slow
-def test_of_trees_only_windows_of_one_column_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_trees_only_narrow_windows_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "SHORT_CONTEXT", 64)
-    assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 1)
+    monkeypatch.setattr(graphs_module, "SHORT_TREE", 2)
+    assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 2)
 
 
 @pytest.mark.slow_but_every(2)
