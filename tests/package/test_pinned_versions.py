@@ -22,7 +22,8 @@ ANY_NUMPY = (
     *("mixtures_h200.json", "ranks_h200.json", "hybrids_h200.json", "tables-ba31bededb8c.json"),
     *("adapt_draft_h200.json", "trained_draft_h200.json", "trained_drafters_h200.json"),
     *("drafters_h200.json", "default_drafters_h200.json", "hybrid_proofs_h200.json"),
-    *("never_slower_h200.json", "recovery_8b_h200.json"),
+    *(f"never_slower{part}_h200.json" for part in ("", "_few", "_more")),
+    "recovery_8b_h200.json",
     *("throughput_chain_h200.json", "throughput_tree_h200.json"),
     *(
         "deterministic_price_h200.json",
