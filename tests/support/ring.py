@@ -395,7 +395,7 @@ class Ring:
             await asyncio.wait({working}, timeout=LEAVE_S)
             if working.done():
                 await working
-            else:  # in a step, which another rank may have abandoned: nobody comes to its sums
+            else:  # the rank waits for the sums of a rank that has left the step
                 self._models.abort()
                 with suppress(threading.BrokenBarrierError):
                     await working
