@@ -16,7 +16,7 @@ from documents.own import own_reports
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
 from documents.result_tables import DEFAULT_NUMBERS, MARKED, recorded
-from documents.side_by_side import ANSWERS, FILES as SIDE_BY_SIDE, GRID, GRID_FEW, cells_of
+from documents.side_by_side import ANSWERS, FILES as SIDE_BY_SIDE, GRID, GRIDS, cells_of
 from documents.two_gpus import FILES as TWO_GPUS
 
 Report = dict[str, Any]
@@ -201,22 +201,25 @@ def _plain_again(results: Results) -> str:
     return f"{at_most(max(100 - 100 * min(speeds) / max(speeds) for speeds in found.values()), 1)}%"
 
 
+def _grids(results: Results) -> list[Report]:
+    return [results[file.removesuffix(".json")] for file in GRIDS]
+
+
 def _grid_least(results: Results, kinds: Sequence[str]) -> str:
     """The least of these calls with default numbers over plain decoding, rounded down."""
-    grid = results[GRID.removesuffix(".json")]
-    return at_least(min(ratio for kind in kinds for *_, ratio in cells_of(grid, kind)), 2)
+    calls = (call for report in _grids(results) for kind in kinds for call in cells_of(report, kind))
+    return at_least(min(ratio for *_, ratio in calls), 2)
 
 
 def _grid_best(results: Results) -> str:
     """The least of default numbers over the fastest fixed width, or plain decoding, in answers of one length."""
     default: dict[tuple[str, int], float] = {}
     best: dict[tuple[str, int], float] = {}
-    fixed = results[GRID.removesuffix(".json")]
-    for report in (fixed, results[GRID_FEW.removesuffix(".json")]):
+    for report in _grids(results):
         default |= {(case, batch): ratio for case, batch, tokens, ratio in cells_of(report) if tokens == max(ANSWERS)}
-    for kind in {row["kind"] for row in fixed["rows"] if row["kind"].startswith("fixed")}:
-        for case, batch, _, ratio in cells_of(fixed, kind):
-            best[case, batch] = max(best.get((case, batch), 1.0), ratio)
+        for kind in {row["kind"] for row in report["rows"] if row["kind"].startswith("fixed")}:
+            for case, batch, _, ratio in cells_of(report, kind):
+                best[case, batch] = max(best.get((case, batch), 1.0), ratio)
     return at_least(min(default[cell] / ratio for cell, ratio in best.items()), 2)
 
 
@@ -323,6 +326,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "replies-faults": lambda results: str(sum(row["different"]["fault"] for row in _replies(results))),
     "plain-again": _plain_again,
     "grid-turns": partial(_grid_least, kinds=("turns",)),
+    "grid-decreases": partial(_grid_least, kinds=("low", "mixed")),
     "grid-arrivals": partial(_grid_least, kinds=("arrivals",)),
     "grid-best": _grid_best,
     "commits": lambda results: f"{len(results.commits):,}",

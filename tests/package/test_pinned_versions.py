@@ -23,7 +23,7 @@ ANY_NUMPY = (
     *("adapt_draft_h200.json", "trained_draft_h200.json", "trained_drafters_h200.json"),
     *("drafters_h200.json", "default_drafters_h200.json", "hybrid_proofs_h200.json"),
     *(f"never_slower{part}_h200.json" for part in ("", "_few", "_more")),
-    "recovery_8b_h200.json",
+    *("recovery_8b_h200.json", "real_traffic_h200-9cade6459787.json"),
     *("throughput_chain_h200.json", "throughput_tree_h200.json"),
     *(
         "deterministic_price_h200.json",
