@@ -66,8 +66,8 @@ class Workload:
         return {name: getattr(self, name) for name in ("prompts", "num_tokens", "temperature")}
 
 
-def load_prompts(name: str) -> list[str]:
-    """The prompts of that name or in that file. Raises: ConfigError naming --prompts."""
+def load_prompts(name: str, field: str = "prompts") -> list[str]:
+    """The prompts of that name or in that file. Raises: ConfigError naming the flag of `field`."""
     known = PROMPTS / f"{name}.json"
     path = known if known.is_file() else Path(name)
     try:
@@ -75,7 +75,7 @@ def load_prompts(name: str) -> list[str]:
     except (OSError, msgspec.DecodeError) as error:
         names = ", ".join(sorted(file.stem for file in PROMPTS.glob("*.json")))
         raise ConfigError(
-            "prompts", f"{name} is no set of prompts ({error}); use {names} or a JSON list of texts"
+            field, f"{name} is no set of prompts ({error}); use {names} or a JSON list of texts"
         ) from None
 
 

@@ -140,7 +140,7 @@ def listening_socket(host: str | None, port: int, backlog: int) -> socket.socket
 
     `host`: None or "": every address of this machine. `port` 0: a free one. Raises: OSError.
     """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo((host or "").strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:

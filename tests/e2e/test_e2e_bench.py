@@ -116,7 +116,7 @@ def test_flags_of_throughput_are_refused_for_latency(
     monkeypatch.setattr("signal.signal", lambda *handler: None)
     for flag in (("--with-depth1",), ("--with-chats", "chat20")):
         assert main(("bench", "latency", *flags(shapes), *flag)) == 2
-        assert "go with throughput only" in capsys.readouterr().err
+        assert "goes with throughput only" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -84,15 +84,15 @@ def test_what_did_not_run_says_why(ran: tuple[dict[str, Any], str, int]) -> None
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("methods", "--with-plain"), "--with-plain does not go with methods"),
+        (("methods", "--with-plain"), "--with-plain goes with latency and throughput and serve only"),
         (("methods", "--speculative-algorithm", "NONE"), "--speculative-algorithm does not go with methods"),
         (("methods", "--draft", "EAGLE"), "--draft: must be NAME=PATH"),
         (("methods", "--draft", "ORACLE=x"), "--draft: no row that is measured is of 'ORACLE'"),
         (("methods", "--only", "EAGLE3", "--token-map", "x"), "--token-map: no row that is measured uses one"),
         (("methods", "--runs", "0"), "--runs: must be at least 1"),
         (("step", "--runs", "2"), "--runs goes with latency and methods only"),
-        (("throughput", "--temperature", "1"), "--temperature goes with latency, methods and step"),
-        (("step", "--with-sampled"), "--with-sampled does not go with step"),
+        (("throughput", "--temperature", "1"), "--temperature goes with latency and methods and step only"),
+        (("step", "--with-sampled"), "--with-sampled goes with latency and throughput only"),
         (("methods", "--methods", "nowhere.json"), "--methods: nowhere.json is no table"),
         (("latency", "--draft", "EAGLE=x"), "--draft goes with methods only"),
     ],

@@ -395,7 +395,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "said"),
     [
         (("--gpu-memory", "much"), "--gpu-memory: expected a size such as 141GiB"),
-        (("--gpu-capability", "nine"), "--gpu-capability: expected two numbers"),
+        (("--gpu-memory", "8GB", "--gpu-capability", "nine"), "--gpu-capability: expected two numbers"),
         (("nowhere/at-all",), "nowhere/at-all is not on this machine; --load-format dummy"),
         (("a", "--model", "b"), "MODEL and --model-path are the same"),
     ],

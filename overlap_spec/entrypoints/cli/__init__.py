@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         hide_keys()
+        fill_standard_files()
     try:
         arguments = _parser(words).parse_args(words)
         return int(importlib.import_module(COMMANDS[arguments.command].module).run(arguments))
@@ -82,6 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the answer has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         return 1
+
+
+def fill_standard_files() -> None:
+    """Open those of 0, 1 and 2 that the parent process has closed: libuv aborts if a socket is one of them."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(opened)
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:

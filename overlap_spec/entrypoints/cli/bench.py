@@ -5,6 +5,7 @@ The flags of the engine are those of `serve`; `step` and `methods` have flags an
 
 import argparse
 import logging
+import math
 import sys
 from itertools import groupby
 from typing import Any
@@ -20,7 +21,7 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
 from overlap_spec.bench.step import run_step
-from overlap_spec.bench.workload import SAMPLED, Workload
+from overlap_spec.bench.workload import RANDOM, SAMPLED, Workload, load_prompts
 from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints.cli.bench_serve import (
     add_serve_arguments,
@@ -39,30 +40,19 @@ from overlap_spec.entrypoints.cli.flags import (
 )
 from overlap_spec.entrypoints.cli.service import served
 
-FLAGS = {"trace": "--trace", "batch_size": "--batch-size"}
-OTHERS = {"with_plain": "--with-plain", "with_transformers": "--with-transformers", "with_depth1": "--with-depth1"}
-NOT_OF_STEPS = OTHERS | {"with_chats": "--with-chats", "with_sampled": "--with-sampled"}
-
-
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that only `bench step` takes."""
-    trace = "write a trace for ui.perfetto.dev to this file (step)"
-    parser.add_argument("--trace", type=result_file, metavar="FILE", help=trace)
-    parser.add_argument("--batch-size", type=int, metavar="N", help="requests that run together (step; default: 1)")
-
-
-def check_step_arguments(arguments: argparse.Namespace) -> None:
-    """A flag that would have no effect is refused. Raises: UsageError naming it."""
-    if arguments.what == "step":
-        for name, flag in NOT_OF_STEPS.items():
-            if getattr(arguments, name, None):
-                raise UsageError(f"{flag} does not go with step")
-        if not features.is_there("tracing"):
-            raise UsageError("step: needs the feature 'tracing', which is not part of this installation")
-        return
-    for name, flag in FLAGS.items():
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{flag} goes with step only")
+OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")  # of `methods` alone
+READ_BY = {  # flags that not every benchmark reads, and those that do
+    **dict.fromkeys(("prompts", "num_tokens"), ("latency", "throughput", "step", "methods")),
+    "temperature": ("latency", "methods", "step"),
+    "batch_sizes": ("throughput", "methods"),
+    "with_plain": ("latency", "throughput", "serve"),
+    "with_sampled": ("latency", "throughput"),
+    **dict.fromkeys(("with_depth1", "with_chats"), ("throughput",)),
+    "with_transformers": ("latency",),
+    "runs": ("latency", "methods"),
+    **dict.fromkeys(("trace", "batch_size"), ("step",)),
+    **dict.fromkeys(OURS, ("methods",)),
+}
 
 
 def print_step(console: Console, report: dict[str, Any]) -> None:
@@ -101,10 +91,7 @@ def print_step(console: Console, report: dict[str, Any]) -> None:
 
 METHOD_PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"
-OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")
-NOT_OF_METHODS = ("with_plain", "with_depth1", "with_chats", "with_sampled", "with_transformers")
 WIDTHS = (9, 5, 6, 9, 9, 11, 7)  # of the printed columns, which are those of `FULL` between name and memory
-COUNTS = ("num_prompts", "starts_at_once")
 
 
 def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,21 +108,11 @@ def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
 def check_methods_arguments(arguments: argparse.Namespace) -> None:
     """A flag that would have no effect is refused. Raises: UsageError naming it."""
     if arguments.what != "methods":
-        for name in OURS:
-            if getattr(arguments, name) is not None:
-                raise UsageError(f"{flag_name(name)} goes with methods only")
         return
-    for name in NOT_OF_METHODS:
-        if getattr(arguments, name):
-            raise UsageError(f"{flag_name(name)} does not go with methods")
     for field in config_fields():
         if field.name.startswith("speculative_") and field.name in arguments:
             flag = flag_name(field.name)
             raise UsageError(f"{flag} does not go with methods: give --draft, --token-map or a table (--methods FILE)")
-    for name in COUNTS:
-        count = getattr(arguments, name)
-        if count is not None and count < 1:
-            raise UsageError(f"{flag_name(name)}: must be at least 1, got {count}")
 
 
 async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -178,11 +155,6 @@ def _columns() -> list[Column]:
     return [Column(name, width=width, overflow="fold") for name, width in zip(FULL[1:-2], WIDTHS, strict=True)]
 
 
-def methods_status(report: dict[str, Any]) -> int:
-    """1 if a method failed although it had all that it needs."""
-    return int(any(entry["status"] == "failed" for entry in report["methods"]))
-
-
 def _paths(given: list[str]) -> dict[str, str]:
     paths: dict[str, str] = {}
     for word in given:
@@ -207,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=what, metavar="|".join(what), help="what to measure")
     parser.add_argument("--output", type=result_file, metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
-    parser.add_argument("--num-tokens", type=int, default=NUM_TOKENS, metavar="N", help="tokens per answer at most")
+    parser.add_argument("--num-tokens", type=int, metavar="N", help="tokens per answer at most")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency, methods and step runs")
     parser.add_argument("--batch-sizes", metavar="N,N,..", help="of throughput and methods runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
@@ -221,7 +193,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
     parser.add_argument("--runs", type=int, metavar="N", help="the best of N counts (default: latency 1, methods 2)")
-    add_step_arguments(parser)
+    trace = "write a trace for ui.perfetto.dev to this file (step)"
+    parser.add_argument("--trace", type=result_file, metavar="FILE", help=trace)
+    parser.add_argument("--batch-size", type=int, metavar="N", help="requests that run together (step; default: 1)")
     add_methods_arguments(parser)
     add_serve_arguments(parser)
     add_engine_flags(parser)
@@ -229,13 +203,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    check_step_arguments(arguments)
+    if arguments.what == "step" and not features.is_there("tracing"):
+        raise UsageError("step: needs the feature 'tracing', which is not part of this installation")
     check_methods_arguments(arguments)
-    check_serve_arguments(arguments, NUM_TOKENS)
-    _check_numbers(arguments)
+    check_serve_arguments(arguments)
     _refuse_ignored_flags(arguments)
-    if arguments.temperature and arguments.what in ("throughput", "scheduler"):
-        raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
+    _check_values(arguments)
     _show_progress(arguments.what)
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1)
@@ -248,7 +221,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print(report)
     if arguments.output:
         write_report(arguments.output, report)
-    return methods_status(report) if arguments.what == "methods" else 0
+    return int(any(entry["status"] == "failed" for entry in report.get("methods", ())))  # with all that it needs
 
 
 def _show_progress(what: str) -> None:
@@ -263,7 +236,10 @@ def _show_progress(what: str) -> None:
 
 
 def _refuse_ignored_flags(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError for a flag of the engine that this benchmark does not read."""
+    """Raises: UsageError for a flag that this benchmark does not read."""
+    for name, readers in READ_BY.items():
+        if arguments.what not in readers and getattr(arguments, name):
+            raise UsageError(f"{flag_name(name)} goes with {' and '.join(readers)} only")
     if arguments.what == "scheduler":
         every = (field.name for field in config_fields())
         refuse_flags(arguments, every, "bench scheduler times the scheduler alone, without an engine")
@@ -271,13 +247,18 @@ def _refuse_ignored_flags(arguments: argparse.Namespace) -> None:
         refuse_flags(arguments, ONLY_SERVED, f"bench {arguments.what} starts no HTTP server")
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError if --runs would have no effect, or if nothing is to be counted."""
-    if arguments.runs is not None and arguments.what not in ("latency", "methods"):
-        raise UsageError("--runs goes with latency and methods only")
-    for name in ("runs", "num_tokens", "batch_size"):
+def _check_values(arguments: argparse.Namespace) -> None:
+    """Before an engine starts. Raises: UsageError if nothing is to be counted, ConfigError for unknown prompts."""
+    for name in ("runs", "num_tokens", "batch_size", "num_prompts", "starts_at_once"):
         if (number := getattr(arguments, name, None)) is not None and number < 1:
             raise UsageError(f"{flag_name(name)}: must be at least 1, got {number}")
+    arguments.num_tokens = arguments.num_tokens or NUM_TOKENS
+    if not 0 <= arguments.temperature < math.inf:
+        raise UsageError(f"--temperature: must be a finite number >= 0, got {arguments.temperature}")
+    if arguments.what == "latency" or arguments.what != "methods" and arguments.prompts not in (None, RANDOM):
+        load_prompts(arguments.prompts or PROMPTS)
+    if arguments.with_chats:
+        load_prompts(arguments.with_chats, "with_chats")
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -286,30 +267,22 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "serve":
         return await measure_serve(arguments, logging.getLogger("overlap_spec.bench"))
     config = engine_config(arguments, log_level="warning", audit_rate=0.0)
-    if arguments.what == "step":
-        return await run_step(config, _step_workload(arguments), arguments.trace)
+    one = str(arguments.batch_size or 1) if arguments.what == "step" else None
     workload = Workload(
         arguments.prompts or PROMPTS,
         arguments.num_tokens,
         arguments.temperature,
-        _sizes(arguments.batch_sizes or THROUGHPUT_BATCHES),
+        _sizes(one or arguments.batch_sizes or THROUGHPUT_BATCHES),
         arguments.with_chats,
         SAMPLED if arguments.with_sampled else (),
     )
+    if arguments.what == "step":
+        return await run_step(config, workload, arguments.trace)
     if arguments.what == "latency":
-        if arguments.with_depth1 or arguments.with_chats:
-            raise UsageError("--with-depth1 and --with-chats go with throughput only")
-        runs = 1 if arguments.runs is None else arguments.runs
+        runs = arguments.runs or 1
         return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers, runs)
-    if arguments.with_transformers:
-        raise UsageError("--with-transformers goes with latency only")
     flags = {"plain": arguments.with_plain, "depth1": arguments.with_depth1}
     return await run_throughput(config, workload, [name for name, given in flags.items() if given], served)
-
-
-def _step_workload(arguments: argparse.Namespace) -> Workload:
-    sizes = (arguments.batch_size or 1,)
-    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -354,7 +327,7 @@ def _table(figures: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]]) -> 
 
 
 def _rows(name: str, part: Any) -> list[dict[str, Any]]:
-    if name in ("run", "workload", "benchmark", "acceptance"):
+    if name in ("run", "workload", "benchmark", "acceptance") or not part:
         return []
     if isinstance(part, list):
         return [_flat(row) for row in part]

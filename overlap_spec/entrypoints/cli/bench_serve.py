@@ -36,7 +36,8 @@ from overlap_spec.bench.traffic.processes import Running, Target
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_against, run_own
 from overlap_spec.bench.traffic.targets import PATHS
-from overlap_spec.config.fields import config_fields
+from overlap_spec.config.fields import config_fields, config_from
+from overlap_spec.config.keys import read_keys
 from overlap_spec.entrypoints.cli.flags import UsageError, engine_config, flag_name
 from overlap_spec.entrypoints.cli.service import served
 
@@ -185,8 +186,8 @@ RATE, NUM_REQUESTS, DURATION_S, LONG_TOKENS = 4.0, 100, 20.0, 7000
 NUM_STREAMS = {LONG_PROMPT: 8, CONVERSATION: 1}
 ANSWER = {LONG_PROMPT: 4096, CONVERSATION: 64}
 CONVERSATION_PROMPT, TURN_TOKENS, NUM_TURNS = 6000, 200, 8
+KEYS = ("api_key", "api_key_file")  # flags of the engine that a server elsewhere has, too
 VOCAB_SIZE = 32000  # ids below it are tokens of nearly every model
-OTHERS = ("with_transformers", "with_depth1", "with_chats", "with_sampled", "prompts", "batch_sizes", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -249,17 +250,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag_name(name), metavar=flag.metavar, help=f"{flag.text} (serve)")
 
 
-def check_serve_arguments(arguments: argparse.Namespace, default_tokens: int) -> None:
+def check_serve_arguments(arguments: argparse.Namespace) -> None:
     """A flag that would have no effect is refused. Raises: UsageError naming it."""
     given = {name for name in FLAGS if getattr(arguments, name) is not None}
     if arguments.what != "serve":
         if given:
             raise UsageError(f"{flag_name(min(given))} goes with serve only")
         return
-    for name in OTHERS:
-        if getattr(arguments, name):
-            raise UsageError(f"{flag_name(name)} does not go with serve")
-    if arguments.num_tokens != default_tokens:
+    if arguments.num_tokens is not None:
         raise UsageError("--num-tokens does not go with serve: give --output-len or --output-lognormal")
     if arguments.temperature:
         raise UsageError("--temperature does not go with serve: give --extra-body")
@@ -273,7 +271,7 @@ def check_serve_arguments(arguments: argparse.Namespace, default_tokens: int) ->
     if arguments.with_plain:
         raise UsageError("--with-plain needs an engine of its own: leave out --url")
     for field in config_fields():
-        if field.name in arguments and field.name != "api_key":
+        if field.name in arguments and field.name not in KEYS:
             raise UsageError(f"{flag_name(field.name)} goes with an engine of its own: leave out --url")
 
 
@@ -339,9 +337,8 @@ def target_of(arguments: argparse.Namespace) -> Target:
     except (msgspec.DecodeError, ValueError) as error:
         raise UsageError(f"--extra-body: must be a JSON object of other fields: {error}") from None
     vocab_size = _value(arguments, "vocab_size", VOCAB_SIZE)
-    return Target(
-        url=url, endpoint=endpoint, api_key=getattr(arguments, "api_key", None), vocab_size=vocab_size, body=body
-    )
+    key = read_keys(config_from({name: getattr(arguments, name) for name in KEYS if name in arguments})).first
+    return Target(url=url, endpoint=endpoint, api_key=key, vocab_size=vocab_size, body=body)
 
 
 def _check_scenario(arguments: argparse.Namespace, given: set[str]) -> None:

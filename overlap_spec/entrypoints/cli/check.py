@@ -139,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _asked(arguments: argparse.Namespace) -> Asked:
     """Raises: UsageError for a size or capability that cannot be read."""
     memory, capability = arguments.gpu_memory, arguments.gpu_capability
+    if capability is not None and memory is None:
+        raise UsageError("--gpu-capability goes with --gpu-memory, which says that there is a GPU")
     try:
         size = None if memory is None else parse_bytes(memory)
     except ValueError:

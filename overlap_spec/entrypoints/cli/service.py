@@ -102,7 +102,7 @@ PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 def http_url(host: str, port: int) -> str:
     """The server's address, as seen from this machine."""
-    address = ANY_ADDRESS.get(host, host)
+    address = ANY_ADDRESS.get(host.strip("[]"), host.strip("[]"))
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 

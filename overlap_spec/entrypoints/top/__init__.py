@@ -21,12 +21,12 @@ from rich.text import Text
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.keys import read_keys
 from overlap_spec.entrypoints.top.figures import Answer, Figures, Percentiles, Scraper, figures_of
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.messages import DraftState, EngineState
 from overlap_spec.runtime.run_directory import announced
 
 WINDOW_S = 30.0  # that rates and percentiles are of
-LEAST_INTERVAL_S = 0.2
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 86400
 NARROWEST = 38  # columns of a terminal that a table takes at least
 GOOD, BAD, WARN, QUIET = "green", "bold red", "yellow", "dim"
 NONE = "-"
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show figures until Ctrl-C, or once. Returns the exit status. Raises: OverlapSpecError if no server answers."""
+    if not arguments.interval <= MOST_INTERVAL_S:
+        raise ConfigError("interval", f"must be seconds, at most {MOST_INTERVAL_S}, got {arguments.interval}")
     console = Console()
     keys = read_keys(EngineConfig(api_key_file=arguments.api_key_file))
     watch = Watch(Scraper((arguments.url or local_url()).rstrip("/"), keys.first))

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from overlap_spec.bench.traffic.figures import Limits
 from overlap_spec.entrypoints import cli
-from overlap_spec.entrypoints.cli.bench import NUM_TOKENS
 from overlap_spec.entrypoints.cli.bench_serve import check_serve_arguments, hardest, print_serve, target_of, traffic_of
 from overlap_spec.entrypoints.cli.flags import UsageError
 from overlap_spec.errors import OverlapSpecError
@@ -18,7 +17,7 @@ from overlap_spec.errors import OverlapSpecError
 
 def parsed(*words: str, what: str = "serve") -> argparse.Namespace:
     arguments: argparse.Namespace = cli._parser(["bench", what, *words]).parse_args(["bench", what, *words])
-    check_serve_arguments(arguments, NUM_TOKENS)
+    check_serve_arguments(arguments)
     return arguments
 
 
@@ -58,8 +57,6 @@ def parsed(*words: str, what: str = "serve") -> argparse.Namespace:
         ("--url http://x --page-size 4", "--page-size goes with an engine of its own"),
         ("--url http://x --with-plain", "--with-plain needs an engine of its own"),
         ("--vocab-size 100", "--vocab-size goes with --url"),
-        ("--batch-sizes 1,2", "--batch-sizes does not go with serve"),
-        ("--prompts chat20", "--prompts does not go with serve"),
         ("--num-tokens 7", "--num-tokens does not go with serve"),
         ("--temperature 0.5", "--temperature does not go with serve"),
     ],
@@ -96,6 +93,16 @@ def test_what_flags_ask_for(tmp_path: Path) -> None:
     target = target_of(parsed("--url", "https://x/v1", "--api-key", "k", "--extra-body", '{"top_p": 0.9}'))
     assert (target.api_key, target.body, target.vocab_size, target.is_http) == ("k", {"top_p": 0.9}, 32000, True)
     assert not target_of(parsed("--url", "ipc:///x")).is_http
+
+
+def test_a_server_elsewhere_is_given_the_key_of_a_file_or_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("me:k")
+    (tmp_path / "keys").chmod(0o600)
+    assert target_of(parsed("--url", "http://x", "--api-key-file", str(tmp_path / "keys"))).api_key == "k"
+    monkeypatch.setenv("OVERLAP_SPEC_API_KEY", "e")
+    assert target_of(parsed("--url", "http://x")).api_key == "e"
 
 
 SPREAD = {"p50": 10.0, "p90": 20.0, "p99": 1234.5, "max": 123456.7}

@@ -1,6 +1,7 @@
 """The command line without an engine: flags from fields, one sentence for a mistake, nothing heavy imported."""
 
 import argparse
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.config import EngineConfig, is_loopback
-from overlap_spec.entrypoints.cli import COMMANDS, main
+from overlap_spec.entrypoints.cli import COMMANDS, fill_standard_files, main
 from overlap_spec.entrypoints.cli.chat import add_arguments as add_chat_arguments
 from overlap_spec.entrypoints.cli.flags import Parser, UsageError, add_engine_flags, engine_config, result_file
 from overlap_spec.errors import ConfigError
@@ -89,13 +90,24 @@ def test_a_command_may_have_defaults_of_its_own() -> None:
         (("chat", "--model", "/nowhere/at/all"), "--model-path: /nowhere/at/all does not exist"),
         (("bench", "latency", "--trace", "x"), "--trace goes with step only"),
         (("bench", "throughput", "--batch-size", "2"), "--batch-size goes with step only"),
-        (("bench", "step", "--with-plain"), "--with-plain does not go with step"),
+        (("bench", "step", "--with-plain"), "--with-plain goes with latency and throughput and serve only"),
+        (
+            ("bench", "serve", "--prompts", "chat20"),
+            "--prompts goes with latency and throughput and step and methods only",
+        ),
+        (("bench", "latency", "--batch-sizes", "4"), "--batch-sizes goes with throughput and methods only"),
+        (("bench", "scheduler", "--num-tokens", "4"), "--num-tokens goes with latency and throughput"),
+        (("bench", "latency", "--temperature", "nan"), "--temperature: must be a finite number >= 0, got nan"),
+        (("bench", "latency", "--prompts", "random"), "--prompts: random is no set of prompts"),
+        (("bench", "throughput", "--with-chats", "no/file"), "--with-chats: no/file is no set of prompts"),
         (("bench", "step", "--port", "1"), "--port: bench step starts no HTTP server; leave it out"),
         (("bench", "scheduler", "--page-size", "8"), "--page-size: bench scheduler times the scheduler alone"),
         (("bench", "step", "--batch-size", "0"), "--batch-size: must be at least 1, got 0"),
         (("bench", "latency", "--num-tokens", "0"), "--num-tokens: must be at least 1, got 0"),
         (("bench", "throughput", "--num-tokens", "-5"), "--num-tokens: must be at least 1, got -5"),
         (("bench", "latency", "--runs", "0"), "--runs: must be at least 1, got 0"),
+        (("check", "--gpu-capability", "9.0"), "--gpu-capability goes with --gpu-memory"),
+        (("top", "--interval", "nan"), "--interval: must be seconds, at most 86400, got nan"),
         (("fly",), "invalid choice: 'fly'"),
         ((), "the following arguments are required"),
         (("bench",), "the following arguments are required: latency|throughput|"),
@@ -105,12 +117,24 @@ def test_a_mistake_is_one_sentence_and_status_2(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *handler: None)
+    monkeypatch.setattr("overlap_spec.entrypoints.cli.bench._measure", None)  # no engine starts
     assert main(words) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("overlap-spec: ")
     assert said in output.err
     assert output.err.count("\n") == 1
+
+
+def test_a_standard_file_that_was_closed_is_opened() -> None:
+    kept = os.dup(0)
+    try:
+        os.close(0)
+        fill_standard_files()
+        assert os.path.samestat(os.fstat(0), os.stat(os.devnull))
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 def test_a_bad_value_of_a_parsed_field_names_the_flag() -> None:

@@ -228,7 +228,7 @@ def test_what_is_interrupted_may_fail_first() -> None:
 def test_urls_that_a_person_on_this_machine_can_use() -> None:
     assert http_url("127.0.0.1", 1) == "http://127.0.0.1:1"
     assert http_url("0.0.0.0", 1) == "http://127.0.0.1:1"
-    assert http_url("::", 1) == "http://[::1]:1"
+    assert http_url("::", 1) == http_url("[::]", 1) == http_url("[::1]", 1) == "http://[::1]:1"
     assert "Bearer $API_KEY" in curl_line("http://h:1", needs_key=True, takes_text=True)
     assert "Bearer" not in curl_line("http://h:1", needs_key=False, takes_text=True)
     assert "/generate" in curl_line("http://h:1", needs_key=False, takes_text=False)

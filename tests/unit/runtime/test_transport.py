@@ -16,7 +16,7 @@ from support.memory_link import MemoryLink
 
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
 from overlap_spec.runtime.run_directory import Endpoints
-from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
+from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet, listening_socket
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
@@ -171,3 +171,8 @@ def test_endpoints_are_sockets_in_the_run_directory(tmp_path: Path) -> None:
     addresses = {endpoints.inbox("worker"), endpoints.inbox("scheduler"), endpoints.client()}
     assert len(addresses) == 3
     assert all(address.startswith(f"ipc://{tmp_path}/") for address in addresses)
+
+
+def test_an_address_in_brackets_is_the_same_address() -> None:
+    with contextlib.closing(listening_socket("[127.0.0.1]", 0, 1)) as bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
