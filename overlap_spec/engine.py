@@ -79,6 +79,7 @@ class Engine:
         self._run_dir: RunDirectory | None = None
         self._supervisor: Supervisor | None = None
         self._client: Client | None = None
+        self._runs = False
         self._resources = contextlib.AsyncExitStack()  # freed last in, first out, even if one raises
 
     async def __aenter__(self) -> Self:
@@ -164,6 +165,9 @@ class Engine:
 
     async def start(self) -> None:
         """Resolve the model, start the actors, return when they are warm. Cancellation: leaves nothing behind."""
+        if self._runs:
+            raise RuntimeError("the engine has been started: stop it first")
+        self._runs = True
         try:
             settings, self.notes = await in_daemon_thread(self._resolve)
             self._settings = settings
@@ -212,6 +216,7 @@ class Engine:
         """
         if drain_s > 0:
             await self.drain(drain_s)
+        self._runs = False
         await self._resources.aclose()
 
     def kill(self, reason: str) -> None:

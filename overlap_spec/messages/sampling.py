@@ -176,9 +176,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.shown_tokens:
             check_strings("shown_tokens", self.shown_tokens, MAX_MARKERS, MAX_MARKER_CHARS, "tokens")
         for rule in SAMPLING_RULES if self.has_lists else NUMBER_RULES:
-            if not rule.holds(self):
+            try:
+                if rule.holds(self):
+                    continue
                 got = (rule.shown or shown)(getattr(self, rule.field))
-                raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {got}")
+            except (TypeError, AttributeError):  # a value of another type
+                got = shown(getattr(self, rule.field))
+            raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {got}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             most = self.max_new_tokens
             raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {most} new tokens")

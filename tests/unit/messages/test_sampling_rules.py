@@ -84,6 +84,12 @@ def test_what_is_outside_is_refused_by_name_and_the_last_value_is_taken(field: s
         assert refused.value.field == field
 
 
+@pytest.mark.parametrize("field", TAKEN)
+def test_a_value_of_another_type_is_refused_by_name(field: str) -> None:
+    with pytest.raises(RequestError, match=f"^{field} must .*, got <object"):
+        SamplingParams(**{field: object()})
+
+
 def test_defaults_do_not_travel_and_all_else_does() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
     for asked in (SamplingParams(), *(SamplingParams(**{field: value}) for field, value in TAKEN.items())):
