@@ -245,8 +245,10 @@ async def read_body(request: Request, max_bytes: int, check: Callable[[Json], T]
 
     `check` makes of it what the endpoint needs. A large body is parsed in a process and checked in a thread: other
     requests go on meanwhile.
-    Raises: Problem (400 no JSON object, 413 too large), ClientGone, and what `check` raises.
+    Raises: Problem (400 no JSON object, 413 too large, 415 compressed), ClientGone, and what `check` raises.
     """
+    if (encoding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+        raise Problem(415, f"the Content-Encoding {encoding[:32]!r} is not read: send plain JSON", code="encoded_body")
     body = await read_bytes(request, max_bytes)
     client = request.scope.get("state", {}).get("caller", "")
 

@@ -142,6 +142,9 @@ class BoundedConnection(h11.Connection):
         if type(event) is h11.Request:
             lengths = [int(value) for name, value in event.headers if name == b"content-length"]
             in_chunks = any(name == b"transfer-encoding" for name, _ in event.headers)
+            if in_chunks and lengths:  # a proxy may have gone by the other one
+                text = "a request has a Content-Length or a Transfer-Encoding, got both"
+                raise Problem(400, text, code="invalid_http")
             self._num_left = None if in_chunks else sum(lengths[:1])
             self._num_chunks = self._num_payload = 0
         elif type(event) is h11.Data:

@@ -181,6 +181,16 @@ def test_what_takes_the_parser_long_is_refused_by_name(said: bytes, status: int,
     with_server(story)
 
 
+def test_a_body_of_two_lengths_ends_the_connection() -> None:
+    """What a proxy took for the body's end may be another request's begin."""
+
+    async def story(server: HttpServer) -> None:
+        heard = await exchange(server, CHUNKED[:-2] + b"Content-Length: 5\r\n\r\n0\r\n\r\n" + GET, 2)
+        assert statuses(heard) == [400] and b"got both" in heard and b"connection: close" in heard
+
+    with_server(story)
+
+
 def test_real_clients_chunks_are_taken() -> None:
     body = json.dumps({"prompt": "a b", "unknown": "u" * 200_000}).encode()
 

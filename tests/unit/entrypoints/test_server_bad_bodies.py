@@ -352,6 +352,14 @@ def test_an_empty_body_lacks_the_prompt(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(path: str) -> None:
+    for encoding, status in (("gzip", 415), ("br, gzip", 415), ("Identity", 200)):
+        answer = ask(FakeClient(), "POST", path, json=GOOD[path], headers={"content-encoding": encoding})
+        assert answer.status_code == status
+        assert status == 200 or encoding in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", GOOD)
 def test_too_large_a_body_is_refused_unread(path: str) -> None:
     status, reply = post(path, b" " * (INFO.max_body_bytes + 1))
     assert (status, reply["error"]["code"]) == (413, "body_too_large")
