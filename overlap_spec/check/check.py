@@ -32,6 +32,7 @@ from overlap_spec.check import (
     place_of,
 )
 from overlap_spec.config import DUMMY, EngineConfig, ModelFiles, ServerSettings, Settings, SpecSettings
+from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.features import without_absent
@@ -48,6 +49,7 @@ from overlap_spec.models.quantization.grouped import GroupedLinear
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.recurrent_state import CHUNK
 from overlap_spec.models.work import address, tensors_in
+from overlap_spec.sampling.stages import load_processor
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
 from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.startup.geometry import (
@@ -340,7 +342,9 @@ def _settings(
     """With speculation as the flags ask for it; where that is refused, without, to check the target all the same."""
 
     def settled(asked: EngineConfig) -> Settings:
-        settings, said = resolve(without_absent(asked), files, place.machine)
+        settings, said = resolve(without_absent(asked), files, place.machine, read_keys(asked))
+        if settings.logit_processor is not None:
+            load_processor(settings.logit_processor)
         spec, more = hub.resolve_drafting(settings.spec, files, asked)
         notes.extend((*said, *more))
         return replace(settings, spec=spec)

@@ -82,8 +82,10 @@ def _field(field: inspect.Field) -> ConfigField:
     if not isinstance(plain, inspect.VarTupleType):
         kind, wanted, choices = _describe(plain)
         return ConfigField(field.name, kind, wanted, choices, field.default, description)
-    kind, wanted, choices = _describe(_unwrap(plain.item_type)[0])
-    return ConfigField(field.name, kind, f"a list, each {wanted}", choices, field.default, description, many=True)
+    item, _, named = _unwrap(plain.item_type)
+    kind, each, choices = _describe(item)
+    wanted = f"a list, each {named[0] if named else each}"
+    return ConfigField(field.name, kind, wanted, choices, field.default, description, many=True)
 
 
 def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str, tuple[str, ...]]:

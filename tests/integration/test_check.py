@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -389,6 +390,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert words in said
     status, said = run(capsys, str(tmp_path), "--device", "cpu", "--json", "--context-length", "9999")
     assert status == 2 and "9999 exceeds" in json.loads(said)["refused"][0]
+
+
+def test_keys_and_a_function_of_ones_own_are_read_as_at_a_start(target: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one:k1\n")
+    keys.chmod(0o600)
+    config = config_of(target, api_key_file=str(keys), zmq_endpoint="tcp://0.0.0.0:0")
+    assert check(config, NO_GPU).will_run  # that address needs a key
+    wrong: tuple[tuple[dict[str, str], str], ...] = (
+        ({"api_key_file": str(tmp_path / "nowhere")}, "--api-key-file: .*nowhere cannot be read"),
+        ({"admin_api_key": "k1"}, "--admin-api-key: is also one of the API keys"),
+        ({"logit_processor": "no_such:function"}, "--logit-processor: no_such:function: No module named 'no_such'"),
+    )
+    for flags, said in wrong:
+        (reason,) = check(replace(config, **flags), NO_GPU).refused
+        assert re.match(said, reason)
 
 
 @pytest.mark.parametrize(

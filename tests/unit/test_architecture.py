@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "entrypoints/cli": COMMON | LINKS | ENTRY["entrypoints/cli"] | OF_COMMANDS,
     "entrypoints/ray": COMMON | ENTRY["entrypoints/ray"] | {"runtime", "engine", "features"},
     "bench": COMMON | LINKS | {"engine", "hub"},
-    "check": COMMON | {"features", "runtime", "hub", "models", "speculative", "worker", "frontend"},
+    "check": COMMON | {"features", "runtime", "hub", "models", "sampling", "speculative", "worker", "frontend"},
     "train_draft": COMMON | {"models", "speculative", "worker", "scheduler", "frontend"},
     "frontend": COMMON | LINKS,
     "scheduler": COMMON | {"runtime", "metrics"},

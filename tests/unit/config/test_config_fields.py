@@ -40,6 +40,7 @@ def test_every_field_has_words_a_default_and_a_kind() -> None:
         ("model_path", None, "text that is not empty"),
         ("api_key", "", "text that is not empty"),
         ("cuda_graph_bs", (1, 0), "a list, each a whole number at least 1"),
+        ("cors_allow_origins", ("page.example",), "a list, each ORIGIN, got"),
         ("cuda_graph_bs", 4, "a list"),
     ],
 )
