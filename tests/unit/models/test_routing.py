@@ -7,6 +7,7 @@ import pytest
 import torch
 from overlap_spec_kernels import Grouping, Normed
 from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores as sigmoid, softmax_scores as softmax
+from overlap_spec_kernels.experts.sum_of_experts import TILE
 from torch import Tensor
 
 from overlap_spec.models.layers.experts import (
@@ -123,3 +124,17 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     for num_rows in (1, 2, 3, 5, 31, 64, 255, 256):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(num_rows))[:num_rows]
         assert torch.equal(mixture(Normed(x[order], x[order])), alone[order]), num_rows
+
+
+def test_every_mlp_has_tiles_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether other numbers of rows are rounded otherwise depends on the processor."""
+    mixture, compute, sizes = mixture_of(F64), GatedMLP.__call__, list[int]()
+
+    def noted(mlp: GatedMLP, x: Normed) -> Tensor:
+        sizes.append(len(x.weighted))
+        return compute(mlp, x)
+
+    monkeypatch.setattr(GatedMLP, "__call__", noted)
+    for num_rows in (1, 5):
+        mixture(Normed(*[drawn(2, num_rows, HIDDEN)] * 2))
+    assert len(sizes) > 2 and set(sizes) == {TILE}
