@@ -147,6 +147,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow_cases[function] += 1
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Of a setup or teardown that passes a worker tells the process that counts tests nothing, nor when a test begins.
+
+    To write and read six messages a test is a thirtieth of a quick run's processor time. Who asks for the time of each
+    phase is told all.
+    """
+    if worker is None or item.config.option.durations or item.config.option.summaries:
+        return None
+    for report in item.config.pluginmanager.getplugin("runner").runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """A test in which native code writes into Python's shared bytes fails by name, and no later one in its place.
