@@ -101,7 +101,7 @@ def test_a_bad_target(case: str, tmp_path: Path) -> None:
     assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(13)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_any_value_of_a_config_is_taken_or_refused_by_name(family: str, tmp_path: Path) -> None:
     """Drawn keys with values that they seldom may have: nothing else is raised, by `check` or by a start."""

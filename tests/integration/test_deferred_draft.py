@@ -140,7 +140,7 @@ def test_narrow_steps_leave_no_guesses_behind(bench: Bench) -> None:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(13)
+@pytest.mark.slow_but_every(23)
 @pytest.mark.parametrize("num_narrow", [1, ABSORBED_ROWS, ABSORBED_ROWS + 1, DEFERRED, DEFERRED + 1, 2 * DEFERRED + 3])
 def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: int) -> None:
     bench.decode(4)
@@ -152,7 +152,7 @@ def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: 
     assert_complete(bench)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("num_narrow", [0, 1, ABSORBED_ROWS])
 def test_a_prompt_after_which_nothing_was_proposed_is_known_with_its_root(bench: Bench, num_narrow: int) -> None:
     """The draft of one slot lags a row further behind than that of the other, whose prompt has guesses."""
@@ -168,7 +168,7 @@ def test_a_prompt_after_which_nothing_was_proposed_is_known_with_its_root(bench:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(11)
+@pytest.mark.slow_but_every(17)
 @pytest.mark.parametrize("widths", [(4,) * 6, (2, 4, 3, 4, 2, 2, 4), (3, 1, 2, 4, 1, 1, 4, 4, 2, 1, 3)])
 def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widths: tuple[int, ...]) -> None:
     """Whatever was accepted: a page that is handed to another request holds the right draft KV."""
@@ -180,7 +180,7 @@ def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widt
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("replays", [False, True])
 def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench, replays: bool) -> None:
     """Of one slot more than are absorbed at once, by graphs too: each takes from where the one before has ended.

@@ -56,7 +56,7 @@ def engine_of(draft: TinyCheckpoint, directory: Path, num_rows: int, dtype: str)
     )
 
 
-@pytest.mark.parametrize("num_rows", [5, 16])
+@pytest.mark.parametrize("num_rows", [5, pytest.param(16, marks=pytest.mark.slow)])
 def test_logits_of_16_steps(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, every tensor random."""
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)

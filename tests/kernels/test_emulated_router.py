@@ -49,7 +49,7 @@ def test_the_router_of_one_row(router: CudaEmulator, name: str) -> None:
     experts, top_k, normalised, biased, has_common, has_share = ROUTERS[name]
     share = torch.randn(1, 2048).to(BFLOAT) / 40 if has_share else None
     common, bias = route.Common(experts, share) if has_common else None, torch.randn(experts).to(BFLOAT)
-    for seed in range(2 if experts == 128 else 1):
+    for seed in range(2 if biased else 1):
         x = unscaled()
         of = x.of
         assert of.squares is not None

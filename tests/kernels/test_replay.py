@@ -69,7 +69,7 @@ def reference(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tens
     return op.gated_delta_reference(state, weights, rows._replace(row_starts=rows.drawn.int(), drawn=None))
 
 
-@pytest.mark.slow_but_every(3)  # of either kind a quick one, in either type
+@pytest.mark.slow_but_every(7)  # of each kind a quick one, and of each type
 @pytest.mark.parametrize("kernel", [4, 2])
 @pytest.mark.parametrize("gates", [DELTA, MAMBA], ids=["gated delta", "mamba 2"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)

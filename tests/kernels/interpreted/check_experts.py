@@ -265,7 +265,7 @@ def test_of_equal_experts_the_lower_ones_are_chosen_and_of_nan_the_first(copies:
     torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
 
 
-@pytest.mark.slow_but_every(1)
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_experts", [20, 300])
 def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None:
     """In parts of K, of which the last is short; parts are absent again. More experts than are compared in pairs.

@@ -144,9 +144,9 @@ def test_windows_have_the_bits_of_single_tokens(gates: int) -> None:
     assert int(plain.position[0]) == int(drafted.position[2]) == 16
 
 
-@pytest.mark.slow_but_every(3)  # both kinds are quick, one with gates apart
-@BOTH
-@pytest.mark.parametrize("gates_apart", [False, True])
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("gates", [MAMBA, DELTA], ids=["mamba 2", "gated delta"])
+@pytest.mark.parametrize("gates_apart", [True, False])
 def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates_apart: bool) -> None:
     """In one chunk or in two; windows go on from it."""
     weights, text = some_weights(gates), rows_of(8, 17, gates)
@@ -167,7 +167,7 @@ def test_output_that_is_computed_again_has_the_bits_of_windows(gates: int, gates
     assert torch.equal(plain.memory[0], again.memory[2]) and torch.equal(plain.inputs[0], again.inputs[2])
 
 
-@pytest.mark.slow_but_every(3)  # as above
+@pytest.mark.slow_but_every(4)  # the kind that is not quick above
 @BOTH
 @pytest.mark.parametrize("gates_apart", [False, True])
 def test_a_prompt_and_output_share_a_step(gates: int, gates_apart: bool) -> None:
@@ -230,7 +230,7 @@ def test_a_token_again_and_again_is_known() -> None:
     torch.testing.assert_close(found.memory[2], expected.memory[2], rtol=1e-4, atol=2e-5)
 
 
-@EACH
+@pytest.mark.slow_but_every(2)
 @BOTH
 def test_a_prompt_by_chunks_is_its_tokens_one_after_another(gates: int) -> None:
     """Wherever it is cut; where it is cut at chunks it has the same bits."""

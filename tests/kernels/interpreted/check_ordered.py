@@ -145,7 +145,8 @@ def test_sinks_are_a_logit_that_adds_nothing(window: int | None) -> None:
     ("window", "sinks", "head_dim", "begin"),
     [
         pytest.param(150, None, 16, 254, marks=pytest.mark.slow),
-        *((None, None, 16, 254), (150, SINKS[:2], 16, 254), (None, None, 512, 126)),
+        *((None, None, 16, 254), (150, SINKS[:2], 16, 254)),
+        pytest.param(None, None, 512, 126, marks=pytest.mark.slow),
     ],
 )
 def test_a_row_of_attention_has_one_class_of_bits(
@@ -175,7 +176,7 @@ def test_a_row_of_attention_has_one_class_of_bits(
     ("lengths", "width", "window"),
     [
         *(((510, 0, 126), 3, None), ((250, 126), 9, 70), ((255, 1, 530, 130), 1, None), ((381, 130), 4, 200)),
-        ((2430, 254), 3, None),  # parts of two lengths
+        pytest.param((2430, 254), 3, None, marks=pytest.mark.slow),  # parts of two lengths
     ],
 )
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 24), HeadShape(6, 2, 16)], ids=str)

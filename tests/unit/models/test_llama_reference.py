@@ -111,7 +111,7 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(13)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_aux_hidden_states_equal_transformers(

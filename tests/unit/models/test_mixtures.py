@@ -282,7 +282,7 @@ IN_RUNS["qwen3 next"] = WIDE | {"shared_expert_intermediate_size": 128, "linear_
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(15)
+@pytest.mark.slow_but_every(29)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dequantised"])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("family", IN_RUNS)

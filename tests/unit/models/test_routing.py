@@ -117,7 +117,7 @@ def test_the_shared_expert_is_added() -> None:
     assert mixture.work == replace(mixture, shared=None).work + mixture.shared.work
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(F64, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     mixture, x = mixture_of(dtype), drawn(2, 256, HIDDEN).to(dtype)
     alone = torch.cat([mixture(Normed(row[None], row[None])) for row in x])

@@ -35,7 +35,7 @@ def test_where_wide_steps_are_free_all_are(batch_size: int, rates: tuple[float, 
     assert widths.count(4) > 0.99 * len(widths), "the rest are looks at what narrower steps take"
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 32), (8, 8), (64, 4)])
 def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most: int) -> None:
     engine = Engine(DEAR, NEVER, batch_size)
@@ -56,7 +56,7 @@ def test_acceptance_that_is_lost_is_noticed(batch_size: int, most: int) -> None:
     assert 1 in engine.run(most)
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
     engine = Engine(DEAR, NEVER, batch_size)

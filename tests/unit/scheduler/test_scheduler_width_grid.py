@@ -213,7 +213,7 @@ class Call:
                 marks.append((self.ms, text.position))
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize(("copying", "least"), [(0.0, 0.98), (0.1, 0.98), (0.3, 0.98), (0.5, 1.08)])
 def test_slots_that_copy_do_not_make_the_others_wait(copying: float, least: float) -> None:
     """A call ends with the slowest answer, which waits for wide steps of others: 0.91 if the slots' mean decides."""

@@ -95,6 +95,7 @@ def test_answers_do_not_end_later_for_steps_that_are_as_fast_on_average(num_requ
     assert short > 0.965 and long > 0.985
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("num_requests", "mean", "least"),
     [(24, 2.5, 1.36), (24, 3.5, 1.63), (32, 2.5, 1.27), (32, 3.5, 1.51), (100, 2.5, 1.12), (100, 3.5, 1.12)],
