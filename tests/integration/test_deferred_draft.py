@@ -152,7 +152,7 @@ def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: 
     assert_complete(bench)
 
 
-@pytest.mark.slow_but_every(9)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_narrow", [0, 1, ABSORBED_ROWS])
 def test_a_prompt_after_which_nothing_was_proposed_is_known_with_its_root(bench: Bench, num_narrow: int) -> None:
     """The draft of one slot lags a row further behind than that of the other, whose prompt has guesses."""
