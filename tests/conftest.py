@@ -151,8 +151,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Of a setup or teardown that passes a worker tells the process that counts tests nothing, nor when a test begins.
 
-    To write and read six messages a test is a thirtieth of a quick run's processor time. Who asks for the time of each
-    phase is told all.
+    A quick run spent a thirtieth of its processor time on six messages a test. With `--durations` or `--summaries`,
+    which show the time of each phase, all are sent.
     """
     if worker is None or item.config.option.durations or item.config.option.summaries:
         return None
