@@ -168,6 +168,7 @@ class Engine:
         if self._runs:
             raise RuntimeError("the engine has been started: stop it first")
         self._runs = True
+        self._resources.callback(setattr, self, "_runs", False)  # after all others are freed
         try:
             settings, self.notes = await in_daemon_thread(self._resolve)
             self._settings = settings
@@ -216,7 +217,6 @@ class Engine:
         """
         if drain_s > 0:
             await self.drain(drain_s)
-        self._runs = False
         await self._resources.aclose()
 
     def kill(self, reason: str) -> None:
