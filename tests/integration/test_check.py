@@ -408,27 +408,6 @@ def test_keys_and_a_function_of_ones_own_are_read_as_at_a_start(target: Path, tm
         assert re.match(said, reason)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--gpu-memory", "much"), "--gpu-memory: expected a size such as 141GiB"),
-        (("--gpu-memory", "8GB", "--gpu-capability", "nine"), "--gpu-capability: expected two numbers"),
-        (("nowhere/at-all",), "nowhere/at-all is not on this machine; --load-format dummy"),
-        (("a", "--model", "b"), "MODEL and --model-path are the same"),
-    ],
-)
-def test_words_that_it_cannot_read(
-    words: tuple[str, ...],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))  # without the default model
-    assert main(("check", *words)) == 2
-    assert said in capsys.readouterr().err
-
-
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (
         {

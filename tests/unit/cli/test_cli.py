@@ -107,6 +107,10 @@ def test_a_command_may_have_defaults_of_its_own() -> None:
         (("bench", "throughput", "--num-tokens", "-5"), "--num-tokens: must be at least 1, got -5"),
         (("bench", "latency", "--runs", "0"), "--runs: must be at least 1, got 0"),
         (("check", "--gpu-capability", "9.0"), "--gpu-capability goes with --gpu-memory"),
+        (("check", "--gpu-memory", "much"), "--gpu-memory: expected a size such as 141GiB"),
+        (("check", "--gpu-memory", "8GB", "--gpu-capability", "nine"), "--gpu-capability: expected two numbers"),
+        (("check", "nowhere/at-all"), "nowhere/at-all is not on this machine; --load-format dummy"),
+        (("check", "a", "--model", "b"), "MODEL and --model-path are the same"),
         (("top", "--interval", "nan"), "--interval: must be seconds, at most 86400, got nan"),
         (("fly",), "invalid choice: 'fly'"),
         ((), "the following arguments are required"),
@@ -114,8 +118,13 @@ def test_a_command_may_have_defaults_of_its_own() -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))  # without the default model
     monkeypatch.setattr("signal.signal", lambda *handler: None)
     monkeypatch.setattr("overlap_spec.entrypoints.cli.bench._measure", None)  # no engine starts
     assert main(words) == 2
