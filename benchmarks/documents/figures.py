@@ -16,7 +16,7 @@ from documents.own import own_reports
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
 from documents.result_tables import DEFAULT_NUMBERS, MARKED, recorded
-from documents.side_by_side import ANSWERS, FILES as SIDE_BY_SIDE, GRID, GRIDS, cells_of
+from documents.side_by_side import ANSWERS, FILES as SIDE_BY_SIDE, GRID, GRID_SMOLLM2, GRIDS, cells_of
 from documents.two_gpus import FILES as TWO_GPUS
 
 Report = dict[str, Any]
@@ -201,21 +201,21 @@ def _plain_again(results: Results) -> str:
     return f"{at_most(max(100 - 100 * min(speeds) / max(speeds) for speeds in found.values()), 1)}%"
 
 
-def _grids(results: Results) -> list[Report]:
-    return [results[file.removesuffix(".json")] for file in GRIDS]
+def _grids(results: Results, files: Sequence[str]) -> list[Report]:
+    return [results[file.removesuffix(".json")] for file in files]
 
 
-def _grid_least(results: Results, kinds: Sequence[str]) -> str:
+def _grid_least(results: Results, kinds: Sequence[str], files: Sequence[str] = GRIDS) -> str:
     """The least of these calls with default numbers over plain decoding, rounded down."""
-    calls = (call for report in _grids(results) for kind in kinds for call in cells_of(report, kind))
+    calls = (call for report in _grids(results, files) for kind in kinds for call in cells_of(report, kind))
     return at_least(min(ratio for *_, ratio in calls), 2)
 
 
-def _grid_best(results: Results) -> str:
+def _grid_best(results: Results, files: Sequence[str] = GRIDS) -> str:
     """The least of default numbers over the fastest fixed width, or plain decoding, in answers of one length."""
     default: dict[tuple[str, int], float] = {}
     best: dict[tuple[str, int], float] = {}
-    for report in _grids(results):
+    for report in _grids(results, files):
         default |= {(case, batch): ratio for case, batch, tokens, ratio in cells_of(report) if tokens == max(ANSWERS)}
         for kind in {row["kind"] for row in report["rows"] if row["kind"].startswith("fixed")}:
             for case, batch, _, ratio in cells_of(report, kind):
@@ -328,6 +328,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "grid-turns": partial(_grid_least, kinds=("turns",)),
     "grid-decreases": partial(_grid_least, kinds=("low", "mixed")),
     "grid-arrivals": partial(_grid_least, kinds=("arrivals",)),
+    "smollm2-arrivals": partial(_grid_least, kinds=("arrivals",), files=(GRID_SMOLLM2,)),
+    "smollm2-best": partial(_grid_best, files=(GRID_SMOLLM2,)),
     "grid-best": _grid_best,
     "commits": lambda results: f"{len(results.commits):,}",
     "first-commit": lambda results: results.commits[0],

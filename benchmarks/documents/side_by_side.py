@@ -17,9 +17,10 @@ Lines = list[list[str]]
 STEPS = {"SmolLM2": "step_h200.json", "8B": "step_8b_h200.json"}
 FEATURES = {"SmolLM2": "feature_costs_h200.json", "8B": "feature_costs_8b_h200.json"}
 GRIDS = GRID, GRID_FEW, GRID_MORE = tuple(f"never_slower{kind}_h200.json" for kind in ("", "_few", "_more"))
+GRID_SMOLLM2 = "never_slower_smollm2_h200.json"
 DEFAULTS = {  # of equal cells those of the later file are shown
-    **{"2.5 and 1.3": GRID, "1 and 8 requests of these": GRID_FEW},
-    **{"3.5 and STANDALONE": GRID_MORE, "the last three": "default_drafters_h200.json"},
+    **{"2.5 and 1.3": GRID, "1 and 8 requests of these": GRID_FEW, "3.5 and STANDALONE": GRID_MORE},
+    **{"SmolLM2": GRID_SMOLLM2, "the last three": "default_drafters_h200.json"},
 }
 DRAFTS = {
     **{f"8b-{mean}": f"8B, EAGLE-3, {mean}" for mean in ("3.5", "2.5", "1.3")},
