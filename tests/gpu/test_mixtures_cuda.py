@@ -26,6 +26,7 @@ from overlap_spec_kernels.experts.quantized_products import (
     quantized_tile,
     takes_tiles,
 )
+from overlap_spec_kernels.experts.quantized_streams import streams_sum
 from overlap_spec_kernels.experts.route import Common
 from overlap_spec_kernels.experts.sum_of_experts import takes_gate
 from overlap_spec_kernels.linear.packing import Packing, part_of
@@ -204,23 +205,30 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
 @pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), QWEN, (40, 3, 512, 1152), (4, 1, 256, 17408)])
-def test_few_rows_in_float8_have_the_bits_of_more(sizes: tuple[int, int, int, int], is_wide: bool) -> None:
+@pytest.mark.parametrize(("stored", "dtype"), [("fp8 by block", BFLOAT), ("16 bits", BFLOAT), ("16 bits", HALF)])
+def test_few_rows_have_the_bits_of_more(
+    sizes: tuple[int, int, int, int], stored: str, dtype: torch.dtype, is_wide: bool
+) -> None:
     """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's.
 
-    One row has a first product of its own, but for the last sizes, whose tiles are too many.
+    One row in float8 has a first product of its own, but for the last sizes, whose tiles are too many. In 16 bits these
+    have a second product of which no two stages fit.
     """
     experts, top_k, hidden, inner = sizes
-    shapes, block = ((2 * inner, hidden), (hidden, inner)), FORMATS["fp8 by block"]
-    gate_up, down = (weight_of(experts + 1, *shape, block, BFLOAT) for shape in shapes)
-    common = Common(experts, drawn(1, hidden, dtype=BFLOAT, scale=hidden**-0.5))
+    shapes = (2 * inner, hidden), (hidden, inner)
+    gate_up, down = (weight_of(experts + 1, *shape, FORMATS[stored], dtype) for shape in shapes)
+    common = Common(experts, drawn(1, hidden, dtype=dtype, scale=hidden**-0.5))
     stack = StackedExperts(gate_up, down, common=common)
-    router = Router(drawn(experts, hidden, dtype=BFLOAT, scale=2 * hidden**-0.5), MostProbable(top_k, True))
-    norm, x, residual = norm_of(hidden, BFLOAT), *(drawn(rows, hidden, dtype=BFLOAT)[-33:] for rows in (33, 34))
+    router = Router(drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5), MostProbable(top_k, True))
+    norm, x, residual = norm_of(hidden, dtype), *(drawn(rows, hidden, dtype=dtype)[-33:] for rows in (33, 34))
     if is_wide:
         norm = WideRMSNorm(norm.weight.float(), norm.eps)
-    chosen, own_kernel = router(x[:1], common).experts, inner < 17408
-    assert takes_gate(x[:1], gate_up, chosen) is own_kernel
-    for shared in (None, drawn(35, hidden, dtype=BFLOAT)[-33:]):
+    chosen, own_kernel = router(x[:2], common).experts, inner < 17408
+    if stored == "16 bits":
+        assert streams_sum(x, down, chosen) is own_kernel
+    else:
+        assert takes_gate(x[:1], gate_up, chosen[:1]) is own_kernel
+    for shared in (None, drawn(35, hidden, dtype=dtype)[-33:]):
 
         def add(begin: int, end: int, shared: Tensor | None = shared) -> list[Tensor]:
             own = None if shared is None else shared[begin:end]

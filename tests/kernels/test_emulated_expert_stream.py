@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, QuantizedStack, Routing
 from overlap_spec_kernels.experts import (
+    experts_mlp,
     quantized_products,
     quantized_streams as products,
     sum_of_experts as rows,
@@ -138,7 +139,7 @@ def test_experts_that_are_read_once(emulator: CudaEmulator, monkeypatch: pytest.
     x = guarded(torch.randn(sizes.rows * sizes.top_k, sizes.inner).to(BFLOAT))
     residual, shared = (torch.randn(sizes.rows, sizes.hidden).to(BFLOAT) for _ in range(2))
     norm = Norm(torch.rand(sizes.hidden).to(BFLOAT), 0.1)
-    monkeypatch.setattr(products, "_SUM_STAGES", stages)
+    monkeypatch.setitem(products._SUM_STAGES, 8, stages)
     for is_added in adds:
         emulator.seed, emulator.written_before = int(is_added), [x]
         beside, found = shared if is_added else None, {}
@@ -149,6 +150,87 @@ def test_experts_that_are_read_once(emulator: CudaEmulator, monkeypatch: pytest.
         assert once.squares is not None and often.squares is not None
         assert torch.equal(once.values, often.values) and torch.equal(once.squares, often.squares)
         assert torch.equal(once.weighted, often.weighted)
+
+
+class SixteenBits(NamedTuple):
+    """A second product in 16 bits, whose sums are whole numbers, and have the same bits in any order."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    blocks: int  # of a slice, at most
+    stages: int  # at most
+    cluster: int
+    shared: bool
+
+
+SIXTEEN = {
+    "two rows, one stage of each expert": SixteenBits(Sizes(2, 4, 80, 256, experts=20), BFLOAT, 2, 7, 1, False),
+    "experts of several eights, two programs": SixteenBits(Sizes(32, 3, 96, 192, experts=9), BFLOAT, 1, 3, 2, True),
+    "nine rows of an expert, in float16": SixteenBits(Sizes(9, 2, 48, 384, experts=40), torch.float16, 4, 3, 1, True),
+    "one expert, no slices": SixteenBits(Sizes(7, 1, 64, 64, experts=1), torch.float16, 4, 5, 1, False),
+    "three rounds of rows": SixteenBits(Sizes(31, 5, 32, 128, experts=70), BFLOAT, 1, 4, 1, True),
+}
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    return guarded(torch.randint(-8, 9, shape).to(dtype))
+
+
+def sum_in_order(by_place: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None) -> Normed:
+    """As `sum_kernel` of a GPU adds up: an operation for a product and its sum. Shapes: by_place [T, k, O] f32."""
+    dtype, total = residual.dtype, torch.zeros(residual.shape)
+    for place in range(by_place.shape[1]):
+        result = by_place[:, place].to(dtype).double()
+        total = (routing.weights[:, place, None].double() * result + total.double()).float()
+    if shared is not None:
+        total = (total.to(dtype).float() + shared.float()).to(dtype).float()
+    values = (total.to(dtype).float() + residual.float()).to(dtype)
+    squares = values.float().square().unflatten(1, (-1, 16))
+    for _ in range(4):
+        squares = squares[..., : squares.shape[2] // 2] + squares[..., squares.shape[2] // 2 :]
+    return Normed(values, (values.float() * norm.weight.float()).to(dtype), squares[..., 0].t(), norm.eps)
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_the_sum_of_down_in_16_bits(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Bits are those of the product and of `sum_kernel`."""
+    sizes, dtype, blocks, stages, cluster, has_shared = SIXTEEN[name]
+    limits = {"_SUM_BLOCKS": blocks, "_SUM_STAGES": stages, "_SUM_CLUSTER": cluster}
+    for limit, value in limits.items():
+        monkeypatch.setitem(getattr(products, limit), 16, value)
+    weight = whole_numbers(sizes.experts, sizes.hidden, sizes.inner, dtype=dtype)
+    x, routing = whole_numbers(sizes.rows * sizes.top_k, sizes.inner, dtype=dtype), routing_of(sizes)
+    residual = torch.randn(sizes.rows, sizes.hidden + 8).to(dtype)[:, : sizes.hidden]
+    shared = torch.randn(sizes.rows, sizes.hidden).to(dtype) if has_shared else None
+    matrices = (weight[int(expert)].float() for expert in routing.experts.flatten())
+    by_place = torch.stack([matrix @ row for matrix, row in zip(matrices, x.float(), strict=True)])
+    assert products.streams_sum(residual, weight, routing.experts)
+    monkeypatch.setattr(experts_mlp, "_places", lambda *given: None)
+    monkeypatch.setattr(experts_mlp, "_gated", lambda *given: x)
+    for seed in range(2):
+        emulator.seed, emulator.written_before = seed, [x]
+        norm = Norm(torch.rand(sizes.hidden).to(dtype if has_shared else torch.float32), 0.1)
+        found = experts_mlp._experts_add_triton(residual, weight, weight, routing, residual, norm, shared=shared)
+        wanted = sum_in_order(by_place.view(sizes.rows, sizes.top_k, -1), routing, residual, norm, shared)
+        assert found.squares is not None and wanted.squares is not None
+        assert torch.equal(found.values, wanted.values) and torch.equal(found.weighted, wanted.weighted)
+        assert torch.equal(found.squares, wanted.squares)
+
+
+def test_which_sums_in_16_bits_are_others(emulator: CudaEmulator) -> None:
+    """Of one row or more than 32, in float32, of lines that K does not fill, of W of which no three stages fit."""
+    weight, experts = torch.zeros(6, 32, 768, dtype=BFLOAT), torch.zeros(33, 8, dtype=torch.int64)
+    x = torch.zeros(33, 32, dtype=BFLOAT)
+
+    def takes(weight: Tensor, experts: Tensor) -> bool:
+        return products.streams_sum(x, weight, experts)
+
+    assert takes(weight, experts[:2]) and takes(weight, experts[:32]) and takes(weight.half(), experts[:2])
+    assert not takes(weight, experts[:1]) and not takes(weight, experts) and not takes(weight.float(), experts[:2])
+    assert not takes(weight[:, :, :736].contiguous(), experts[:2]) and not takes(weight[:, :24].clone(), experts[:2])
+    assert takes(weight.repeat(1, 1, 2)[..., :1024].clone(), experts[:2])
+    assert not takes(weight.repeat(1, 1, 2), experts[:2])
+    assert not takes(weight, experts[:2].repeat(1, 3)) and not takes(weight[:1].expand(1025, -1, -1), experts[:2])
 
 
 def test_both_are_one_operation(emulator: CudaEmulator) -> None:

@@ -5,8 +5,8 @@
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
-For one row the last two are one launch of `sum_of_experts.py`, with the same bits, and for a few rows of float8
-`quantized_streams.sum_down`.
+For one row the last two are one launch of `sum_of_experts.py`, with the same bits, and for a few rows of float8 or 16
+bits `quantized_streams.sum_down`.
 
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
@@ -215,7 +215,7 @@ def _experts_add_triton(
     if biases is None and isinstance(down, Tensor) and sums_in_product(down, routing.experts):
         places = places_of(routing.experts, gate_up.shape[0])
         return multiply_and_add(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
-    if biases is None and isinstance(down, QuantizedStack) and streams_sum(written(x), down, routing.experts):
+    if biases is None and not isinstance(down, Float4Matrices) and streams_sum(written(x), down, routing.experts):
         places = _places(x, gate_up, routing.experts, clamp)
         return sum_down(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
     results = _results(x, gate_up, down, routing, biases, clamp)

@@ -3,7 +3,8 @@
 The kernels of expert_stream.cu ask for more of W at once than `quantized_products.py`, and have its bits. Up to 32 rows
 of x the second product adds up each row's experts. Of 8 to 32 rows the first one is expert_ring.cu's, whose programs
 have equal shares, and the second one expert_sum_ring.cu's, which reads each expert once. Of more rows tiles of 8 places
-are listed, with up to 8 rows of an expert on average.
+are listed, with up to 8 rows of an expert on average. In 16 bits expert_sum_ring.cu has the second product of 2 to 32
+rows, with the bits of `products.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ RING_SOURCE = SOURCE.with_name("expert_ring.cu")
 _LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring, and reads few experts again
 _RING_WARPS, _RING_STAGES, _SLOTS = 16, 3, 2  # at most; of tiles of W, and of sums
 SUM_RING_SOURCE = SOURCE.with_name("expert_sum_ring.cu")
-_SUM_CLUSTER, _SUM_STAGES, _SUM_BLOCKS = 2, 7, 6  # programs; of its ring, and of K, whose W registers hold: at most
+_SUM_CLUSTER, _SUM_STAGES = {8: 2, 16: 1}, {8: 7, 16: 5}  # programs; of its ring at most; by bits of W
+_SUM_BLOCKS = {8: 6, 16: 4}  # of 128 bytes of a row of W, which registers hold, at most
+_LEAST_STAGES = 3  # of W in 16 bits: with two, tiles of Triton are 6% faster (inner size 1,408)
 _LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
 _SUM_TILES = 4  # of 16 columns, of a program of several rows
 _SHARED = 210 << 10  # bytes of a program at most
@@ -108,20 +111,27 @@ class _SumRing(NamedTuple):
     """Of a program of expert_sum_ring.cu."""
 
     blocks: int
+    slices: int
     stages: int
     cluster: int
+    bits: int
+    float16: int
     top_k: int
 
     @classmethod
-    def of(cls, weight: QuantizedStack, top_k: int) -> _SumRing:
+    def of(cls, weight: Tensor | QuantizedStack, top_k: int) -> _SumRing:
         """As many stages as there is room for."""
-        one = cls(weight.shape[2] // 128, 1, _SUM_CLUSTER, top_k)
-        return one._replace(stages=min((_SHARED - one.num_results) // one.num_stage, _SUM_STAGES))
+        bits = 16 if isinstance(weight, Tensor) else weight.packing.bits
+        blocks, is_half = weight.shape[2] * bits // 1024, isinstance(weight, Tensor) and weight.dtype == torch.float16
+        slices = next((n for n in range(1, blocks) if blocks % n == 0 and blocks // n <= _SUM_BLOCKS[bits]), blocks)
+        one = cls(blocks, slices if bits == 16 else 1, 1, _SUM_CLUSTER[bits], bits, int(is_half), top_k)
+        return one._replace(stages=min((_SHARED - one.num_results) // one.num_stage, _SUM_STAGES[bits]))
 
     @property
     def num_stage(self) -> int:
-        """Bytes of a stage: W of the cluster, and eight rows of x with 32 bytes between them."""
-        return self.cluster * 16 * 128 * self.blocks + 8 * (256 * self.blocks + 32)
+        """Bytes of a stage: W of the cluster, and eight rows of x with some bytes between them."""
+        row = 2048 * self.blocks // self.bits
+        return self.cluster * 16 * 128 * self.blocks + 8 * (row + (32 if self.bits == 8 else 16))
 
     @property
     def num_results(self) -> int:
@@ -157,9 +167,13 @@ def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
     return whole and _streams(x, weight, experts, _gate_shape(weight))
 
 
-def streams_sum(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
+def streams_sum(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
     """Whether `sum_down` takes these. Shapes: x [T, H], of the type of the second product's, experts [T, k]."""
     _, rows, size_k = weight.shape
+    if isinstance(weight, Tensor):
+        few = 1 < len(experts) <= _MOST_STREAMED and experts.shape[1] <= _MOST_PLACES and size_k % 64 == 0
+        fits = few and weight.element_size() == 2 and weight.data_ptr() % 16 == 0 and runs_hopper(x.device)
+        return fits and _sums_in_ring(weight, experts)
     whole = size_k % 128 == 0 and rows % PART == 0
     return whole and _streams(x, weight, experts, _sum_shape(weight, *experts.shape))
 
@@ -184,10 +198,12 @@ def _stream(name: str, shape: _Shape, top_k: int, shared: bool, wide: bool, devi
     return CudaKernel(code, name, 32 * shape.warps, shape.num_bytes)
 
 
-def _boxes(weight: QuantizedStack, eights: int = 1) -> TensorMap:
-    """The map for so many times 8 rows of W: blocks of 128 columns one after another."""
-    blocks = weight.shape[2] // 128
-    return box_map(weight.data.view(-1, 8, blocks, 128).transpose(1, 2), (eights, blocks, 8, 128))
+def _boxes(weight: Tensor | QuantizedStack, eights: int = 1, slices: int = 1) -> TensorMap:
+    """The map for so many times 8 rows of W, or of a slice of it: blocks of 128 bytes one after another."""
+    data = weight if isinstance(weight, Tensor) else weight.data
+    line = 128 // data.element_size()
+    boxes = data.view(-1, 8, data.shape[2] // line, line).transpose(1, 2)
+    return box_map(boxes, (eights, boxes.shape[1] // slices, 8, line))
 
 
 def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
@@ -244,19 +260,22 @@ def streams_listed(x: Tensor, weight: QuantizedStack, places: Places, gated: boo
 
 
 def sum_down(
-    x: Tensor, weight: QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
+    x: Tensor, weight: Tensor | QuantizedStack, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None
 ) -> Normed:
     """See `sum_of_experts.multiply_and_add`: of a few rows. Shapes: x [T * k, I], routing [T, k], others [T, H]."""
-    (num_experts, rows, _), (num_rows, top_k), scales = weight.shape, routing.experts.shape, weight.packing.scales
+    (num_experts, rows, _), (num_rows, top_k) = weight.shape, routing.experts.shape
     values, weighted = (torch.empty((num_rows, rows), dtype=x.dtype, device=x.device) for _ in range(2))
-    squares = squares_of(values)
+    squares, packing = squares_of(values), None if isinstance(weight, Tensor) else weight.packing
+    scales, columns, scale_rows = (
+        (None, 0, 0) if packing is None else (packing.scales, packing.scales.shape[2], packing.scale_rows)
+    )
     read = scales, x, routing.experts, values, None, None, routing.weights, shared, residual, norm.weight
     pointers = (None if each is None else each.data_ptr() for each in (*read, weighted, squares))
-    sizes = x.stride(0), residual.stride(0), rows, num_rows, scales.shape[2], weight.packing.scale_rows, 1, num_experts
+    sizes = x.stride(0), residual.stride(0), rows, num_rows, columns, scale_rows, 1, num_experts
     work, given = _Work(*pointers, *sizes), (shared is not None, norm.weight.dtype == torch.float32, x.device)
-    if _sums_in_ring(weight, routing.experts):
+    if isinstance(weight, Tensor) or _sums_in_ring(weight, routing.experts):
         ring = _SumRing.of(weight, top_k)
-        _sum_ring(ring, *given).launch(rows // PART, (_boxes(weight, 2 * ring.cluster), work))
+        _sum_ring(ring, *given).launch(rows // PART, (_boxes(weight, 2 * ring.cluster, ring.slices), work))
     else:
         shape = _sum_shape(weight, num_rows, top_k)
         kernel = _stream("sum_down", shape, top_k, *given)
@@ -264,11 +283,13 @@ def sum_down(
     return Normed(values, weighted, squares, norm.eps)
 
 
-def _sums_in_ring(weight: QuantizedStack, experts: Tensor) -> bool:
+def _sums_in_ring(weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
     """Whether `sum_down` reads each expert once. Shapes: experts [T, k]."""
     (num_experts, rows, _), ring = weight.shape, _SumRing.of(weight, experts.shape[1])
-    fits = rows % (PART * ring.cluster) == 0 and num_experts <= _MOST_EXPERTS and ring.blocks <= _SUM_BLOCKS
-    return fits and len(experts) >= _LEAST_IN_RING
+    fits = rows % (PART * ring.cluster) == 0 and num_experts <= _MOST_EXPERTS
+    if ring.bits == 16:
+        return fits and ring.stages >= _LEAST_STAGES
+    return fits and ring.blocks <= _SUM_BLOCKS[8] and len(experts) >= _LEAST_IN_RING
 
 
 @functools.cache

@@ -4,9 +4,9 @@ A row's result has the same bits whatever rows are beside it, and however many. 
 rows, the last one padded, and a row's sum has one order.
 
 On a GPU one row has `gate_row` for its first product, which begins before its experts are chosen, and the second one
-with the sum in `multiply_and_add` in 16 bits, in `down_row` in 4; in float8 that is `quantized_streams.sum_down`. More
-rows have the products of their format and `experts_mlp.sum_kernel`, with the same bits. All write sums of squares for
-the norm after them, of 16 columns each (`normed.py`).
+with the sum in `multiply_and_add` in 16 bits, in `down_row` in 4; in float8, and of a few rows in 16 bits, that is
+`quantized_streams.sum_down`. More rows have the products of their format and `experts_mlp.sum_kernel`, with the same
+bits. All write sums of squares for the norm after them, of 16 columns each (`normed.py`).
 """
 
 from __future__ import annotations

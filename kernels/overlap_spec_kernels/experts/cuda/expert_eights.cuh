@@ -9,6 +9,7 @@ constexpr int MOST_EXPERTS = 1024, MOST_ROWS = 32;
 
 struct Lists {
     u32 rows[MOST_EXPERTS];         // those that have chosen an expert, one bit each
+    u16 first[MOST_EXPERTS];        // of an expert in `listed`, if it has rows
     int listed[MOST_ROWS * TOP_K];  // expert * 4 + eight of its rows, of all that have rows
     int before[32];                 // those of a warp's experts
 
@@ -46,9 +47,11 @@ struct Lists {
             total += before[i];
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
+        for (int i = 0; i < EACH; ++i) {
+            if (counts[i] > 0) first[threadIdx.x * EACH + i] = static_cast<u16>(at);
             for (int number = 0; number < counts[i]; ++number)
                 listed[at++] = (threadIdx.x * EACH + i) * 4 + number;
+        }
         __syncthreads();
         return total;
     }

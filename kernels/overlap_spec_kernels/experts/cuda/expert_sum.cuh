@@ -4,14 +4,16 @@
 // A file that includes this has named TOP_K, SHARED and WIDE, and a `Work` with what is read and written here.
 #pragma once
 
-#include "bfloat16.cuh"
+#include "sixteen_bits.cuh"
 
 // What is added to the results of 16 columns of a row, of which each thread of half a warp has one.
 struct Added {
     long long at;  // of the thread's column among all
     int row, first;
-    bool adds;  // whether the thread's half has a row
+    bool adds = false;  // whether the thread's half has a row
     float residual = 0.0f, beside = 0.0f, norm = 0.0f, weights[TOP_K];
+
+    __device__ __forceinline__ Added() {}
 
     // Reads it. `first`: of the columns.
     template <class Work>
@@ -20,10 +22,10 @@ struct Added {
         int lane = threadIdx.x % 16;
         at = static_cast<long long>(row) * work.size_n + first + lane;
         if (!adds) return;
-        residual = bfloat16(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
+        residual = widen(work.residual[static_cast<long long>(row) * work.residual_stride + first + lane]);
         norm = WIDE ? static_cast<const float*>(work.norm)[first + lane]
-                    : bfloat16(static_cast<const u16*>(work.norm)[first + lane]);
-        if constexpr (SHARED) beside = bfloat16(work.shared[at]);
+                    : widen(static_cast<const u16*>(work.norm)[first + lane]);
+        if constexpr (SHARED) beside = widen(work.shared[at]);
 #pragma unroll
         for (int i = 0; i < TOP_K; ++i) weights[i] = work.weights[row * TOP_K + i];
     }
@@ -36,11 +38,11 @@ struct Added {
         if (adds) {
 #pragma unroll
             for (int i = 0; i < TOP_K; ++i) total = __fmaf_rn(weights[i], results[i][lane], total);
-            if constexpr (SHARED) total = bfloat16(rounded(bfloat16(rounded(total)) + beside));
-            u16 value = rounded(bfloat16(rounded(total)) + residual);
-            float wide = bfloat16(value);
+            if constexpr (SHARED) total = widen(narrow(widen(narrow(total)) + beside));
+            u16 value = narrow(widen(narrow(total)) + residual);
+            float wide = widen(value);
             work.out[at] = value;
-            work.weighted[at] = rounded(wide * norm);
+            work.weighted[at] = narrow(wide * norm);
             square = __fmul_rn(wide, wide);  // not one operation with the sum after it
         }
 #pragma unroll

@@ -5,15 +5,15 @@
 #include "hopper.cuh"
 
 struct Work {
-    const float* scales;       // [E, I / 128, scale_columns]
-    const u16* x;              // rows x_stride apart
+    const float* scales;       // [E, I / 128, scale_columns], of float8
+    const u16* x;              // rows x_stride apart; in bfloat16, or float16, as all that has 16 bits
     const long long* experts;  // [T, TOP_K]
     u16* out;
     const int* counts;         // [E], and
     const int* listed;         // [E, T]: places, if LISTED
     const float* weights;      // [T, TOP_K]
     const u16 *shared, *residual;  // [T, O], rows of the residual residual_stride apart
-    const void* norm;          // [O], float32 if WIDE, else bfloat16
+    const void* norm;          // [O], float32 if WIDE, else as x
     u16* weighted;             // [T, O]
     float* squares;            // [O / 16, T]
     int x_stride, residual_stride;
