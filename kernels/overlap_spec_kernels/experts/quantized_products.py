@@ -51,11 +51,10 @@ _SOME = Tile(64, 128, 128, 4, 3)
 
 TILES_SOURCE = Path(__file__).parent / "cuda" / "expert_tiles.cu"
 _TILED = 64  # rows of an expert on average from which it multiplies
-_NUMBERS = 64, 128, 160, 176, 192  # of rows of x, of which a tile takes the least that suffices
-_SLICES, _STAGES, _PIECE = 2, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
-_BOX = 16  # rows of x that are copied at once, of which all numbers are multiples
+_NUMBERS = 64, 128, 144, 152, 160, 168, 176, 184, 192  # of rows of x, of which a tile takes the least that suffices
+_SLICES, _STAGES, _PIECE = 1, 3, 96  # of 16 columns that are widened at once; of the ring; rows that are staged
 _COLUMNS = {True: 64, False: 128}  # of the result, of a program, by whether it is gated
-_CLUSTER = 2  # programs that share rows of x
+_CLUSTER, _GROUP = 2, 8  # programs that share rows of x; each brings a part, whole groups of rows
 
 
 class ManyRows(NamedTuple):
@@ -205,10 +204,20 @@ def _multiply_tiles(x: Tensor, weight: QuantizedStack, out: Tensor, places: Plac
     (num_experts, _, size_k), scales, size_n = weight.shape, weight.packing.scales, out.shape[1]
     read = (each.data_ptr() for each in (scales, places.counts, places.listed, out))
     sizes = size_n, len(places.experts), size_k // 128, scales.shape[2], weight.packing.scale_rows
-    maps = tensor_map(weight.data.view(-1, size_k), 64, 128), tensor_map(x, _BOX, 64)
     cluster = math.gcd(size_n // _COLUMNS[gated], _CLUSTER)
+    maps = tensor_map(weight.data.view(-1, size_k), 64, 128), _maps_of(x, _NUMBERS, cluster)
     programs = num_multiprocessors(x.device) // cluster * cluster
     _tiles(gated, num_experts, cluster, x.device).launch(programs, (*maps, _Tiles(*read, *sizes)))
+
+
+def _maps_of(x: Tensor, numbers: tuple[int, ...], cluster: int) -> ctypes.Structure:
+    """`Maps` of expert_tiles.cuh."""
+
+    class Maps(ctypes.Structure):
+        _fields_ = (("opaque", ctypes.c_uint64 * 16 * len(numbers)),)
+
+    boxes = (bytes(tensor_map(x, _copied(number, cluster) // cluster, 64)) for number in numbers)
+    return Maps.from_buffer_copy(b"".join(boxes))
 
 
 @functools.cache
@@ -220,19 +229,32 @@ def _tiles(gated: bool, num_experts: int, cluster: int, device: torch.device) ->
 def code_of_tiles(gated: bool, num_experts: int, cluster: int) -> CudaCode:
     """What expert_tiles.cu is compiled from."""
     sizes = {"GATED": int(gated), "EXPERTS": num_experts, "MOST": _NUMBERS[-1], "PIECE": _PIECE}
-    sizes |= {"SLICES": _SLICES, "STAGES": _STAGES, "CLUSTER": cluster, "BOX": _BOX}
+    sizes |= {"SLICES": _SLICES, "STAGES": _STAGES, "CLUSTER": cluster}
     defines = tuple(f"{key}={value}" for key, value in sizes.items())
-    return CudaCode(TILES_SOURCE, defines, (("wgmma.h", _wgmma_header(_NUMBERS)),))
+    return CudaCode(TILES_SOURCE, defines, (("wgmma.h", _wgmma_header(_NUMBERS, cluster)),))
 
 
-def _wgmma_header(numbers: tuple[int, ...]) -> str:
+def _copied(rows: int, cluster: int) -> int:
+    """Rows that programs of a cluster bring, for `rows` that are multiplied."""
+    return ceil_div(rows, _GROUP * cluster) * _GROUP * cluster
+
+
+def _wgmma_header(numbers: tuple[int, ...], cluster: int) -> str:
     """The text of `wgmma.h`, which expert_tiles.cu includes: products of 64 rows of W with each number of rows of x."""
     products = "".join(_product(rows) for rows in numbers)
-    found = "".join(f"live <= {rows} ? {rows} : " for rows in numbers[:-1])
+    size = "".join(f"live <= {rows} ? {i} : " for i, rows in enumerate(numbers[:-1]))
+    copied = tuple(_copied(rows, cluster) for rows in numbers)
     return f"""{products}
-__device__ __forceinline__ int rounded_rows(int live) {{ return {found}{numbers[-1]}; }}
+constexpr int SIZES = {len(numbers)};
+__device__ __forceinline__ int size_of(int live) {{ return {size}{len(numbers) - 1}; }}
+__device__ __forceinline__ int rows_of(int size) {{ return {_by_size(numbers)}; }}
+__device__ __forceinline__ int copied_of(int size) {{ return {_by_size(copied)}; }}
 #define FOR_ROWS(do_) {" ".join(f"do_({rows})" for rows in numbers)}
 """
+
+
+def _by_size(numbers: tuple[int, ...]) -> str:
+    return "".join(f"size == {i} ? {rows} : " for i, rows in enumerate(numbers[:-1])) + f"{numbers[-1]}"
 
 
 def _product(rows: int) -> str:
