@@ -26,7 +26,7 @@ from overlap_spec_kernels.experts.quantized_products import (
     quantized_tile,
     takes_tiles,
 )
-from overlap_spec_kernels.experts.quantized_streams import streams_sum
+from overlap_spec_kernels.experts.quantized_streams import streams_gate, streams_sum
 from overlap_spec_kernels.experts.route import Common
 from overlap_spec_kernels.experts.sum_of_experts import takes_gate
 from overlap_spec_kernels.linear.packing import Packing, part_of
@@ -205,14 +205,16 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
 @pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), QWEN, (40, 3, 512, 1152), (4, 1, 256, 17408)])
-@pytest.mark.parametrize(("stored", "dtype"), [("fp8 by block", BFLOAT), ("16 bits", BFLOAT), ("16 bits", HALF)])
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("fp8 by block", BFLOAT), ("16 bits", BFLOAT), ("16 bits", HALF), ("int4", BFLOAT)]
+)
 def test_few_rows_have_the_bits_of_more(
     sizes: tuple[int, int, int, int], stored: str, dtype: torch.dtype, is_wide: bool
 ) -> None:
     """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's.
 
     One row in float8 has a first product of its own, but for the last sizes, whose tiles are too many. In 16 bits these
-    have a second product of which no two stages fit.
+    have a second product of which no three stages fit; in 4 bits that has whole lines of 256 columns, six at most.
     """
     experts, top_k, hidden, inner = sizes
     shapes = (2 * inner, hidden), (hidden, inner)
@@ -226,6 +228,8 @@ def test_few_rows_have_the_bits_of_more(
     chosen, own_kernel = router(x[:2], common).experts, inner < 17408
     if stored == "16 bits":
         assert streams_sum(x, down, chosen) is own_kernel
+    elif stored == "int4":
+        assert streams_sum(x, down, chosen) is (inner < 1024) and streams_gate(x, gate_up, chosen)
     else:
         assert takes_gate(x[:1], gate_up, chosen[:1]) is own_kernel
     for shared in (None, drawn(35, hidden, dtype=dtype)[-33:]):

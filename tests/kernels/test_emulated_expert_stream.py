@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     inner: int
     scale_rows: int = 128
     experts: int = 6
+    bits: int = 8
 
 
 CASES = {
@@ -43,6 +44,8 @@ CASES = {
     "an expert of all rows, eleven of them": Sizes(11, 3, 1024, 128),
     "three rows": Sizes(3, 2, 2048, 128, scale_rows=16),
     "32 rows, experts of many warps": Sizes(32, 2, 512, 128, experts=200),
+    "two rows in 4 bits": Sizes(2, 3, 1024, 256, 1, bits=4),
+    "eleven rows in 4 bits, experts of several eights": Sizes(11, 3, 256, 512, 1, experts=4, bits=4),
 }
 
 
@@ -60,7 +63,7 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def stack_of(sizes: Sizes, rows: int, columns: int) -> QuantizedStack:
-    case = Case(0, rows, columns, 8, 128, sizes.scale_rows)
+    case = Case(0, rows, columns, sizes.bits, 128, sizes.scale_rows)
     weights = [weight_of(case, torch.float32) for _ in range(sizes.experts)]
     stack = QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
     stack.data.copy_(guarded(stack.data))
@@ -231,6 +234,24 @@ def test_which_sums_in_16_bits_are_others(emulator: CudaEmulator) -> None:
     assert takes(weight.repeat(1, 1, 2)[..., :1024].clone(), experts[:2])
     assert not takes(weight.repeat(1, 1, 2), experts[:2])
     assert not takes(weight, experts[:2].repeat(1, 3)) and not takes(weight[:1].expand(1025, -1, -1), experts[:2])
+
+
+def test_which_products_in_4_bits_are_others(emulator: CudaEmulator) -> None:
+    """Of one row or more than 32, in float32, with zero points, a scale of 16 rows, half a line, or too many lines."""
+    sizes = Sizes(33, 3, 256, 256, 1, bits=4)
+    weight, experts, x = stack_of(sizes, 64, 256), routing_of(sizes).experts, torch.zeros(33, 256, dtype=BFLOAT)
+    packing, two = weight.packing, experts[:2]
+
+    def takes(x: Tensor, weight: QuantizedStack, experts: Tensor) -> tuple[bool, bool]:
+        return products.streams_gate(x, weight, experts), products.streams_sum(x, weight, experts)
+
+    assert takes(x, weight, two) == takes(x, weight, experts[:32]) == (True, True)
+    zeros = replace(weight, packing=replace(packing, zeros=torch.zeros_like(packing.scales)))
+    coarse = replace(weight, packing=replace(packing, scale_rows=16))
+    for other in ((x, weight, experts[:1]), (x, weight, experts), (x.float(), weight, two), (x, zeros, two)):
+        assert takes(*other) == (False, False)
+    assert takes(x, coarse, two) == takes(x, stack_of(sizes, 64, 384), two) == (False, False)
+    assert takes(x, stack_of(sizes, 64, 7 * 256), two) == (True, False)  # of W that registers hold
 
 
 def test_both_are_one_operation(emulator: CudaEmulator) -> None:

@@ -1,10 +1,10 @@
-"""Products of rows with the matrices of their experts in float8 with scales of blocks, of few rows, in CUDA C++.
+"""Products of rows with the matrices of their experts, of few rows, in CUDA C++: float8 with scales of blocks, 4 bits.
 
 The kernels of expert_stream.cu ask for more of W at once than `quantized_products.py`, and have its bits. Up to 32 rows
 of x the second product adds up each row's experts. Of 8 to 32 rows the first one is expert_ring.cu's, whose programs
 have equal shares, and the second one expert_sum_ring.cu's, which reads each expert once. Of more rows tiles of 8 places
 are listed, with up to 8 rows of an expert on average. In 16 bits expert_sum_ring.cu has the second product of 2 to 32
-rows, with the bits of `products.py`.
+rows, with the bits of `products.py`. In 4 bits both rings have 2 to 32 rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import Tensor
 from overlap_spec_kernels.experts.products import Places
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import PART, Routing, squares_of
+from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.linear.call import num_multiprocessors
 from overlap_spec_kernels.norm.normed import Norm, Normed
-from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map, runs_hopper
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "expert_stream.cu"
 _MOST_STREAMED, _MOST_PLACES = 32, 16  # rows of x, and experts of one
@@ -31,10 +32,11 @@ _GATE_WARPS = 16  # that divide K, at most
 _GATE_COLUMNS, _GATE_TILES = 8, 8  # of gate and up at a time, and how often
 RING_SOURCE = SOURCE.with_name("expert_ring.cu")
 _LEAST_IN_RING = 8  # rows of x: of fewer the second product begins later behind a ring, and reads few experts again
-_RING_WARPS, _RING_STAGES, _SLOTS = 16, 3, 2  # at most; of tiles of W, and of sums
+_RING_WARPS, _RING_TEAMS, _RING_STAGES = {8: 16, 4: 8}, {8: 1, 4: 2}, {8: 3, 4: 6}  # by bits of W; of a team, at most
+_GROUPS_OF_TEAMS, _SLOTS = 2, 2  # of 128 columns of a warp, at most, so that registers suffice; sums of a team
 SUM_RING_SOURCE = SOURCE.with_name("expert_sum_ring.cu")
-_SUM_CLUSTER, _SUM_STAGES = {8: 2, 16: 1}, {8: 7, 16: 5}  # programs; of its ring at most; by bits of W
-_SUM_BLOCKS = {8: 6, 16: 4}  # of 128 bytes of a row of W, which registers hold, at most
+_SUM_CLUSTER, _SUM_STAGES = {4: 2, 8: 2, 16: 1}, {4: 7, 8: 7, 16: 5}  # programs; of its ring at most; by bits of W
+_SUM_BLOCKS = {4: 6, 8: 6, 16: 4}  # of 128 bytes of a row of W, which registers hold, at most
 _LEAST_STAGES = 3  # of W in 16 bits: with two, tiles of Triton are 6% faster (inner size 1,408)
 _LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
 _SUM_TILES = 4  # of 16 columns, of a program of several rows
@@ -76,6 +78,12 @@ class _Shape(NamedTuple):
         return self.warps * (16 * self.stages * 128 * self.groups + (7 * self.whole + 1) * (256 * self.groups + 16))
 
 
+class _RingMaps(ctypes.Structure):
+    """`Maps` of expert_ring.cu."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16 * 2),)
+
+
 class _RingWork(ctypes.Structure):
     """`Work` of expert_ring.cu."""
 
@@ -92,19 +100,34 @@ class _Ring(NamedTuple):
     groups: int
     warps: int
     stages: int
+    bits: int
+    teams: int
 
     @classmethod
     def of(cls, weight: QuantizedStack) -> _Ring:
         """As many stages as there is room for."""
-        blocks = weight.shape[2] // 128
-        warps = math.gcd(blocks, _RING_WARPS)
-        room = _SHARED // blocks - _SLOTS * 512
-        return cls(blocks // warps, warps, min(room // (16 * 128), _RING_STAGES))
+        blocks, bits = weight.shape[2] // 128, weight.packing.bits
+        warps = math.gcd(blocks, _RING_WARPS[bits])
+        teams = _RING_TEAMS[bits] if blocks // warps <= _GROUPS_OF_TEAMS else 1
+        one = cls(blocks // warps, warps, 1, bits, teams)
+        stages = min((_SHARED - one.num_sums) // one.num_stage, _RING_STAGES[bits])
+        return one._replace(stages=stages // teams * teams)
+
+    @property
+    def num_stage(self) -> int:
+        """Bytes of 16 rows of W, and in 4 bits of their scales, whose boxes begin at multiples of 128."""
+        blocks = self.groups * self.warps
+        return 16 * 16 * self.bits * blocks + (2 * ceil_div(32 * blocks, 128) * 128 if self.bits == 4 else 0)
+
+    @property
+    def num_sums(self) -> int:
+        """Bytes of the sums of tiles."""
+        return self.teams * _SLOTS * 512 * self.groups * self.warps
 
     @property
     def num_bytes(self) -> int:
         """Tiles of W, and their sums."""
-        return self.groups * self.warps * (self.stages * 16 * 128 + _SLOTS * 512)
+        return self.stages * self.num_stage + self.num_sums
 
 
 class _SumRing(NamedTuple):
@@ -131,7 +154,7 @@ class _SumRing(NamedTuple):
     def num_stage(self) -> int:
         """Bytes of a stage: W of the cluster, and eight rows of x with some bytes between them."""
         row = 2048 * self.blocks // self.bits
-        return self.cluster * 16 * 128 * self.blocks + 8 * (row + (32 if self.bits == 8 else 16))
+        return self.cluster * 16 * 128 * self.blocks + 8 * (row + (16 if self.bits == 16 else 32))
 
     @property
     def num_results(self) -> int:
@@ -162,8 +185,10 @@ def streams_gate(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
     """Whether the first product is one of these. Shapes: x [T, I], experts [T, k]."""
     num_experts, rows, size_k = weight.shape
     whole = size_k % 256 == 0 and rows // 2 % _GATE_COLUMNS == 0  # two warps, whose threads finish 8 rows
-    if len(experts) >= _LEAST_IN_RING:
+    if weight.packing.bits == 4 or len(experts) >= _LEAST_IN_RING:
         whole = whole and num_experts <= _MOST_EXPERTS and _Ring.of(weight).stages > 1
+    if weight.packing.bits == 4:
+        return whole and _in_groups(x, weight, experts)
     return whole and _streams(x, weight, experts, _gate_shape(weight))
 
 
@@ -171,11 +196,17 @@ def streams_sum(x: Tensor, weight: Tensor | QuantizedStack, experts: Tensor) -> 
     """Whether `sum_down` takes these. Shapes: x [T, H], of the type of the second product's, experts [T, k]."""
     _, rows, size_k = weight.shape
     if isinstance(weight, Tensor):
-        few = 1 < len(experts) <= _MOST_STREAMED and experts.shape[1] <= _MOST_PLACES and size_k % 64 == 0
-        fits = few and weight.element_size() == 2 and weight.data_ptr() % 16 == 0 and runs_hopper(x.device)
-        return fits and _sums_in_ring(weight, experts)
+        fits = weight.element_size() == 2 and weight.data_ptr() % 16 == 0 and runs_hopper(x.device)
+        return fits and size_k % 64 == 0 and _are_few(experts) and _sums_in_ring(weight, experts)
+    if weight.packing.bits == 4:
+        return size_k % 256 == 0 and _in_groups(x, weight, experts) and _sums_in_ring(weight, experts)
     whole = size_k % 128 == 0 and rows % PART == 0
     return whole and _streams(x, weight, experts, _sum_shape(weight, *experts.shape))
+
+
+def _are_few(experts: Tensor) -> bool:
+    """Whether the rings list them, where one row has kernels of its own. Shapes: experts [T, k]."""
+    return 1 < len(experts) <= _MOST_STREAMED and experts.shape[1] <= _MOST_PLACES
 
 
 def _streams(x: Tensor, weight: QuantizedStack, experts: Tensor, shape: _Shape) -> bool:
@@ -185,9 +216,18 @@ def _streams(x: Tensor, weight: QuantizedStack, experts: Tensor, shape: _Shape) 
 
 def _in_blocks(x: Tensor, weight: QuantizedStack) -> bool:
     """Whether expert_stream.cu takes their types and memory: float8 with scales of blocks."""
+    return weight.packing.bits == 8 and weight.packing.scale_rows % PART == 0 and _is_known(x, weight)
+
+
+def _in_groups(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
+    """Whether the rings take them in 4 bits, with a scale for each row and group."""
+    return weight.packing.scale_rows == 1 and _are_few(experts) and _is_known(x, weight)
+
+
+def _is_known(x: Tensor, weight: QuantizedStack) -> bool:
     packing, aligned = weight.packing, x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    is_known = packing.bits == 8 and packing.group == 128 and packing.zeros is None and packing.scale_rows % PART == 0
-    return is_known and aligned and x.dtype == torch.bfloat16 and runs_hopper(x.device)
+    fits = packing.group == 128 and packing.zeros is None and aligned
+    return fits and x.dtype == torch.bfloat16 and runs_hopper(x.device)
 
 
 @functools.cache
@@ -208,26 +248,33 @@ def _boxes(weight: Tensor | QuantizedStack, eights: int = 1, slices: int = 1) ->
 
 def multiply_few(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
     """silu(gate) * up of every place. Shapes: x [T, I], experts [T, k] -> [T * k, O / 2]. Sync: never."""
-    if len(experts) >= _LEAST_IN_RING:
+    if weight.packing.bits == 4 or len(experts) >= _LEAST_IN_RING:
         return _multiply_in_ring(x, weight, experts)
     shape, places = _gate_shape(weight), Places(experts, experts, experts)
     return _multiply_rows(x, weight, places, shape, experts.shape[1], experts.numel())
 
 
 def _multiply_in_ring(x: Tensor, weight: QuantizedStack, experts: Tensor) -> Tensor:
-    """`multiply_few` of 8 rows and more."""
+    """`multiply_few` of 8 rows and more, or in 4 bits."""
     (num_experts, rows, _), (num_rows, top_k), packing = weight.shape, experts.shape, weight.packing
     ring, scales, out = _Ring.of(weight), packing.scales, x.new_empty(experts.numel(), rows // 2)
     read = (each.data_ptr() for each in (scales, x, experts, out))
     sizes = x.stride(0), rows // 2, num_rows, scales.shape[2], packing.scale_rows, num_experts
-    _ring(ring, top_k, x.device).launch(num_multiprocessors(x.device), (_boxes(weight), _RingWork(*read, *sizes)))
+    maps = [_boxes(weight)] * 2
+    if ring.bits == 4:
+        maps[1] = tensor_map(scales.view(-1, rows), scales.shape[1], 8, swizzle=0)
+    work = _RingMaps.from_buffer_copy(b"".join(map(bytes, maps))), _RingWork(*read, *sizes)
+    _ring(ring, top_k, x.device).launch(num_multiprocessors(x.device), work)
     return out
 
 
 @functools.cache
 def _ring(ring: _Ring, top_k: int, device: torch.device) -> CudaKernel:
-    defines = f"GROUPS={ring.groups}", f"WARPS={ring.warps}", f"STAGES={ring.stages}", f"TOP_K={top_k}"
-    return CudaKernel(CudaCode(RING_SOURCE, defines), "gate_ring", 32 * (ring.warps + 3), ring.num_bytes)
+    names = {key.upper(): value for key, value in ring._asdict().items()} | {"TOP_K": top_k}
+    defines = tuple(f"{key}={value}" for key, value in names.items())
+    return CudaKernel(
+        CudaCode(RING_SOURCE, defines), "gate_ring", 32 * (ring.teams * (ring.warps + 2) + 1), ring.num_bytes
+    )
 
 
 def _multiply_rows(
@@ -289,7 +336,7 @@ def _sums_in_ring(weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
     fits = rows % (PART * ring.cluster) == 0 and num_experts <= _MOST_EXPERTS
     if ring.bits == 16:
         return fits and ring.stages >= _LEAST_STAGES
-    return fits and ring.blocks <= _SUM_BLOCKS[8] and len(experts) >= _LEAST_IN_RING
+    return fits and ring.blocks <= _SUM_BLOCKS[ring.bits] and len(experts) >= (_LEAST_IN_RING if ring.bits == 8 else 2)
 
 
 @functools.cache

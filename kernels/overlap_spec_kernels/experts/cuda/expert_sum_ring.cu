@@ -1,5 +1,5 @@
 // The second product of experts, and the sum of each row's experts, for up to 32 rows of x, on Hopper. W is in 16 bits,
-// or in float8 with a scale for each block of 128 columns.
+// in float8 with a scale for each block of 128 columns, or in 4 bits with a scale for each row and group of 128.
 //
 // `sum_down` of expert_stream.cu, whose bits these are in float8, reads W again for each row that has an expert. In 16
 // bits they are those of `multiply_kernel` of products.py: one sum for all of K, whose columns are added in order.
@@ -16,7 +16,7 @@
 //
 // The command line defines the names below. Where it is launched: quantized_streams.py.
 //
-//     BLOCKS  of 128 bytes of a row of W    SLICES   of a row of W, with as many blocks each; 1 in float8
+//     BLOCKS  of 128 bytes of a row of W    SLICES   of a row of W, with as many blocks each; 1 in few bits
 //     STAGES  of the ring                   CLUSTER  programs of one
 //     BITS    of a value of W               FLOAT16  1: the others are float16, else bfloat16
 //     TOP_K   experts of a row              SHARED, WIDE  as in expert_stream.cu
@@ -27,6 +27,7 @@
 #include "expert_sum.cuh"
 #include "expert_values.cuh"
 #include "expert_work.cuh"
+#include "four_bits.cuh"
 #include "sixteen_bits.cuh"
 
 constexpr int WARPS = STAGES * CLUSTER, THREADS = 32 * (WARPS + 2);
@@ -35,12 +36,17 @@ constexpr int HALF = 8 * 128 * SLICE;          // bytes of 8 rows of a slice: bo
 constexpr int BOX = 2 * CLUSTER * HALF;        // of an expert's slice: the columns of the whole cluster
 constexpr int BLOCK_OF_X = 128 * 16 / BITS;    // bytes of a row of x beside a block of W
 constexpr int ROW = BLOCK_OF_X * BLOCKS;
-constexpr int X_PITCH = ROW + (BITS == 8 ? 32 : 16);  // where a warp reads eight rows at once, banks are others
+constexpr int X_PITCH = ROW + (BITS == 16 ? 16 : 32);  // where a warp reads eight rows at once, banks are others
 constexpr int X_AT = STAGES * SLICES * BOX, RESULTS_AT = X_AT + STAGES * 8 * X_PITCH;
 constexpr int ROUNDS = (MOST_ROWS * 16 + THREADS - 1) / THREADS;  // in which threads add up all rows
-constexpr int EARLY = BITS == 8 ? 1 : ROUNDS;  // of them, for which registers have room while W is multiplied
+constexpr int EARLY = BITS == 16 ? ROUNDS : 1;  // of them, for which registers have room while W is multiplied
 
 static_assert(BLOCKS % SLICES == 0 && (BITS == 16 || SLICES == 1), "slices of whole blocks");
+
+// The lane's own for an expert: of its block in float8; in 4 bits of a row of each block, of whose groups it has one.
+struct Scales {
+    float of[BITS == 4 ? BLOCKS : 1];
+};
 
 struct Shared {
     u64 full[STAGES][SLICES];   // of the ring: W has arrived, of the first slice x too
@@ -95,10 +101,9 @@ __device__ __forceinline__ void copy_x(const Work& work, Shared& shared_, const 
     }
 }
 
-// sums += the products of a slice of 16 rows of W. `x`: the slice of eight rows, of which there are `count`. `scale`:
-// of the lane's block.
+// sums += the products of a slice of 16 rows of W. `x`: the slice of eight rows, of which there are `count`.
 __device__ __forceinline__ void multiply_slice(
-    float (&sums)[4], const u32 (&words)[SLICE][4][4], const char* x, int count, float scale
+    float (&sums)[4], const u32 (&words)[SLICE][4][4], const char* x, int count, const Scales& scales
 ) {
     int lane = threadIdx.x % 32;
     if constexpr (BITS == 16) {
@@ -108,6 +113,24 @@ __device__ __forceinline__ void multiply_slice(
             load_matrices(from + i * 64, columns[i][0][0], columns[i][0][1], columns[i][1][0], columns[i][1][1]);
 #pragma unroll
         for (int i = 0; i < 4 * SLICE; ++i) multiply_narrow(sums, words[i / 4][i % 4], columns[i / 2][i % 2]);
+    } else if constexpr (BITS == 4) {
+        const char* own = x + min(lane / 4, count - 1) * X_PITCH + lane % 4 * 8;
+#pragma unroll
+        for (int group = 0; group < 2 * BLOCKS; ++group) {
+            u32 of_group[2][4];
+            float found[4];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) of_group[j / 4][j % 4] = words[group / 2][group % 2 * 2 + j / 4][j % 4];
+            multiply_placed(found, of_group, [&](int i) {
+                return placed(*reinterpret_cast<const uint2*>(own + group * 256 + i * 32), i < 4);
+            });
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int owner = group % 2 * 16 + j / 2 * 8 + lane / 4;
+                float scale = __shfl_sync(0xffffffff, scales.of[group / 2], owner) * LEFT_OUT;
+                sums[j] = __fmaf_rn(found[j], scale, sums[j]);
+            }
+        }
     } else {
         auto load = [&](u32 (&of_block)[4][4], int block) {
 #pragma unroll
@@ -115,7 +138,7 @@ __device__ __forceinline__ void multiply_slice(
         };
         const char* own = x + min(lane / 4, count - 1) * X_PITCH + lane % 4 * 8;
         multiply_all<SLICE>(load, own, [&](int block, const float (&found)[4]) {
-            float of_block = __shfl_sync(0xffffffff, scale, block);
+            float of_block = __shfl_sync(0xffffffff, scales.of[0], block);
 #pragma unroll
             for (int j = 0; j < 4; ++j) sums[j] = __fmaf_rn(found[j], of_block, sums[j]);
         });
@@ -129,16 +152,27 @@ __device__ __forceinline__ void multiply_share(
     int lane = threadIdx.x % 32, part = threadIdx.x / 32 % CLUSTER, stage = threadIdx.x / 32 / CLUSTER;
     u32 to = address_in(part, results) + lane / 4 * 4, w = shared(ring + stage * SLICES * BOX) + part * 2 * HALF;
     const char* x = ring + X_AT + stage * 8 * X_PITCH;
-    auto scale_of = [&](int listed) {  // of a lane's block
-        if constexpr (BITS == 16) return 0.0f;
+    auto scales_of = [&](int listed) {
+        Scales found;
+        if constexpr (BITS == 16) return found;
         const float* scales = work.scales + (blockIdx.x / CLUSTER * CLUSTER + part) * 16 / work.scale_rows;
         long long expert = shared_.lists.listed[listed < share.end ? listed : 0] / 4;
-        return __ldg(scales + (expert * BLOCKS + min(lane, BLOCKS - 1)) * work.scale_columns);
+        if constexpr (BITS == 8) {
+            found.of[0] = __ldg(scales + (expert * BLOCKS + min(lane, BLOCKS - 1)) * work.scale_columns);
+        } else {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                long long group = (expert * BLOCKS + block) * 2 + lane / 16;
+                found.of[block] = __ldg(scales + group * work.scale_columns + lane % 16);
+            }
+        }
+        return found;
     };
-    float scale = scale_of(share.begin + stage);
+    Scales scales = scales_of(share.begin + stage);
     for (int i = stage; i < share.end - share.begin; i += STAGES) {
         int count = Eight(shared_.lists, share.begin + i).count();
-        float next = scale_of(share.begin + i + STAGES), sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        Scales next = scales_of(share.begin + i + STAGES);
+        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
             u32 words[SLICE][4][4];
@@ -147,7 +181,7 @@ __device__ __forceinline__ void multiply_share(
             for (int block = 0; block < SLICE; ++block) load_words(words[block], w + slice * BOX + block * 1024, HALF);
             __syncwarp();
             if (lane == 0) arrive(&shared_.taken[stage][slice]);
-            multiply_slice(sums, words, x + slice * SLICE * BLOCK_OF_X, count, scale);
+            multiply_slice(sums, words, x + slice * SLICE * BLOCK_OF_X, count, scales);
         }
         __syncwarp();
         if (lane == 0) arrive(&shared_.empty[stage]);
@@ -156,7 +190,7 @@ __device__ __forceinline__ void multiply_share(
             int column = lane % 4 * 2 + j % 2;
             if (column < count) store(to + shared_.places[i][column] * 64 + j / 2 * 32, widen(narrow(sums[j])));
         }
-        scale = next;
+        scales = next;
     }
 }
 
