@@ -35,6 +35,10 @@ LARGE = [
     (20, 4100, 1024, HALF),
     (128, 9000, 512, HALF),
 ]
+# gpt-oss's queries, keys and values, its output, Qwen2.5-0.5B's, and one that no kernel for 16 bits takes.
+BIASED = [*[(rows, 5120, 2880, BFLOAT) for rows in (1, 4, 13, 32, 70)], (8, 5120, 2880, HALF)]
+BIASED += [(rows, *shape, BFLOAT) for rows in (1, 5, 20, 70) for shape in ((2880, 4096), (1152, 896), (100, 100))]
+BIASED += [(4, 1152, 896, FLOAT), (100, 1152, 896, FLOAT)]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm
 
 
@@ -89,6 +93,26 @@ def test_large_maps(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> 
         stream = linear_add(x, DenseWeight(weight), residual, norm)
         assert_near(stream.values, wide(residual) + wide(x) @ wide(weight).t(), ERROR[dtype])
         assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
+
+
+@pytest.mark.parametrize(("rows", "size_n", "size_k", "dtype"), BIASED)
+def test_biases(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
+    """Added to float32 sums: after the scale of a norm, before the residual. A BLAS is no closer."""
+    x, matrix = drawn(rows, size_k, dtype=dtype), drawn(size_n, size_k, dtype=dtype, scale=size_k**-0.5)
+    weight = DenseWeight(matrix, drawn(size_n, dtype=dtype))
+    squares = torch.stack([x.float().square().sum(1) / 3] * 3)
+    scaled = Normed(x, x, squares, 1e-5)
+    expected = wide(scaled.normalised()) @ wide(matrix).t() + wide(weight.bias)
+    assert_near(fused_linear(scaled, weight), expected, 2 * ERROR[dtype])
+    assert_near(linear_logits(scaled, weight), expected, 2 * ERROR[dtype])
+    exact = wide(x) @ wide(matrix).t() + wide(weight.bias)
+    of_blas = torch.nn.functional.linear(x, matrix, weight.bias)
+    error = float((of_blas.double() - exact).norm() / exact.norm())
+    assert_near(fused_linear(x, weight), exact, max(1.05 * error, 1e-6))
+    residual, norm = drawn(rows, size_n, dtype=dtype), Norm(drawn(size_n, dtype=dtype, scale=0.1) + 1, 1e-5)
+    stream = linear_add(x, weight, residual, norm)
+    assert_near(stream.values, wide(residual) + exact, 1.5 * ERROR[dtype])
+    assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
 
 
 @pytest.mark.parametrize(("rows", "vocab", "size", "dtype"), HEADS)

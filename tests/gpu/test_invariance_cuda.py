@@ -96,8 +96,12 @@ def dense(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
     return lambda size_n, size_k: DenseWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
 
 
-def ordered(dtype: torch.dtype) -> Callable[[int, int], OrderedWeight]:
-    return lambda size_n, size_k: OrderedWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
+def ordered(dtype: torch.dtype, biased: bool = False) -> Callable[[int, int], OrderedWeight]:
+    def made(size_n: int, size_k: int) -> OrderedWeight:
+        matrix = (torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype)
+        return OrderedWeight(matrix, torch.randn(size_n, device="cuda").to(dtype) if biased else None)
+
+    return made
 
 
 def quantized(bits: int, group: int, dtype: torch.dtype = BFLOAT) -> Callable[[int, int], LinearOperand | None]:
@@ -126,6 +130,15 @@ def test_linears_in_16_bits(dtype: torch.dtype, model: str) -> None:
 def test_linears_in_one_order(dtype: torch.dtype, model: str) -> None:
     """As --enable-deterministic-inference has them: whatever the number of rows, those of a prompt included."""
     judge("linears in one order", linears(ordered(dtype), dtype, True, TO_PROMPTS, [model], True))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_biased_linears_in_one_order(dtype: torch.dtype) -> None:
+    """Each kernel adds the bias to sums in float32; small weights, large ones, and one whose rows fill no stages."""
+    judge("biased linears", linears(ordered(dtype, True), dtype, False, TO_PROMPTS, ["SmolLM2", "8B"], True))
+    for size_n, size_k in ((5120, 2880), (2880, 4096), (1152, 896)):
+        weight, rows = ordered(dtype, True)(size_n, size_k), torch.randn(300, size_k, device="cuda").to(dtype)
+        judge(str((size_n, size_k)), [bits_by_count(op, rows, TO_PROMPTS) for op in (weight.product, weight.logits)])
 
 
 IN_FEW_BITS = [*((bits, group, BFLOAT, model) for bits, group in ((8, 0), (4, 128)) for model in SHAPES)]

@@ -85,6 +85,20 @@ def test_products_with_scales_of_rows(
         assert float((out.float() - result).norm() / result.norm()) < ERROR.get(wanted, 1e-6)
 
 
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("dtype", "wanted"), [(BFLOAT, torch.float32), (HALF, HALF)])
+def test_a_bias_is_added_to_sums(emulator: CudaEmulator, dtype: torch.dtype, wanted: torch.dtype) -> None:
+    """Before they are rounded: to the last bit what few rows add."""
+    (x, weight), bias = drawn(200, 240, 128, dtype), guarded(torch.randn(240).to(dtype))
+    emulator.seed, emulator.written_before, cut = 7, [x], wide.PLAIN[0]
+    found = []
+    for given, kind in ((None, torch.float32), (bias, wanted)):
+        out = guarded(torch.full((200, 240), torch.nan, dtype=kind))
+        cut.run(Call(x, weight, None, 0.0, False, out, bias=given), cut.num_programs(weight, False))
+        found.append(out)
+    assert torch.equal(found[1], (found[0] + bias.float()).to(wanted))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size", "dtype"), CASES[1:4])
 def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:

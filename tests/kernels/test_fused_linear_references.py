@@ -44,6 +44,17 @@ def test_the_gate_is_the_first_half() -> None:
     torch.testing.assert_close(fused_linear(X, DenseWeight(WEIGHT), gated=True), F.silu(gate) * up)
 
 
+def test_a_bias_is_added_to_the_product() -> None:
+    bias = torch.randn(6, dtype=F64)
+    weight, y = DenseWeight(WEIGHT, bias), X @ WEIGHT.t() + bias
+    torch.testing.assert_close(fused_linear(X, weight), y)
+    torch.testing.assert_close(linear_logits(X, weight), y)
+    torch.testing.assert_close(fused_linear(X, weight, gated=True), F.silu(y[:, :3]) * y[:, 3:])
+    assert torch.equal(linear_argmax(X, weight), y.argmax(1))
+    for take in (True, False):
+        torch.testing.assert_close(linear_add(X, weight, RESIDUAL.clone(), NORM, take).values, RESIDUAL + y)
+
+
 def test_maxima_are_looked_up() -> None:
     columns = (X @ WEIGHT.t()).argmax(1)
     assert torch.equal(linear_argmax(X, DenseWeight(WEIGHT)), columns)
@@ -58,6 +69,9 @@ def test_maxima_are_looked_up() -> None:
         ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT.t()))),
         ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT.float()))),
         ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT[:5]), gated=True)),
+        ("bias", lambda: fused_linear(X, DenseWeight(WEIGHT, WEIGHT[:5, 0].clone()))),
+        ("bias", lambda: fused_linear(X, DenseWeight(WEIGHT, WEIGHT[:, 0]))),
+        ("bias", lambda: fused_linear(X, DenseWeight(WEIGHT, torch.ones(6)))),
         ("residual", lambda: linear_add(X, DenseWeight(WEIGHT), RESIDUAL[:2], NORM)),
         ("norm", lambda: linear_add(X, DenseWeight(WEIGHT), RESIDUAL, Norm(torch.ones(5, dtype=F64), 1e-5))),
         ("ids", lambda: linear_argmax(X, DenseWeight(WEIGHT), torch.arange(5))),

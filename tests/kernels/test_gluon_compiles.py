@@ -26,9 +26,9 @@ INTEGERS = {
     "shares_ptr": "*i64", "experts_ptr": "*i64",
 }  # fmt: skip
 LINEAR = {
-    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
-    "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256, "SIZE_K": 4096,
-    "IN_ORDER": False,
+    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "BIASED": False, "PDL": True, "LATE": False,
+    "ROWS": 8, "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256,
+    "SIZE_K": 4096, "IN_ORDER": False,
 }  # fmt: skip
 SMALL = LINEAR | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
 STREAMED: dict[str, dict[str, Any]] = {
@@ -41,17 +41,21 @@ STREAMED: dict[str, dict[str, Any]] = {
     | {"BLOCK_N": 32, "WARPS_K": 1, "WARPS_N": 2, "STAGES": 4, "GATED": True, "ROWS": 16},
     "SmolLM2, in one order": SMALL | {"WARPS_K": 2, "GATED": True, "ROWS": 16, "SCALED": True, "IN_ORDER": True},
     "SmolLM2 down, in one order": SMALL | {"WARPS_K": 2, "BLOCK_K": 128, "SIZE_K": 1536, "ADD": True, "IN_ORDER": True},
+    "gpt-oss output": LINEAR | {"ADD": True, "BLOCK_K": 1024, "BIASED": True},
+    "gpt-oss qkv": LINEAR | {"SCALED": True, "BLOCK_K": 1024, "SIZE_K": 2880, "BIASED": True},
     "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
 }
 TILES = {
-    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "ROWS": 32, "BLOCK_N": 64,
-    "BLOCK_K": 128, "STAGES": 8, "SPLITS": 1, "IN_PAIRS": False, "WARPS": 4, "BLOCK_U": 64, "SIZE_K": 4096,
+    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "BIASED": False, "PDL": True, "ROWS": 32,
+    "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 8, "SPLITS": 1, "IN_PAIRS": False, "WARPS": 4, "BLOCK_U": 64,
+    "SIZE_K": 4096,
 }  # fmt: skip
 TILED: dict[str, dict[str, Any]] = {
     "8B output, 32 rows": TILES | {"ADD": True, "SPLITS": 2},
     "8B gate, up, 32 rows": TILES | {"SCALED": True, "GATED": True, "STAGES": 5},
     "8B gate, up, 128 rows": TILES
     | {"GATED": True, "ROWS": 128, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "WARPS": 8},
+    "gpt-oss output, 32 rows": TILES | {"ADD": True, "SPLITS": 2, "BIASED": True},
     "8B head, 32 rows": TILES | {"ARGMAX": True},
     "8B down, 32 rows, in one order": TILES | {"IN_PAIRS": True, "SIZE_K": 14336},
     "8B linear, 17 rows": TILES | {"SCALED": True, "ROWS": 32},

@@ -55,18 +55,28 @@ CASES = {
     "small, K of 64s": Case(9, 70, 192, HALF, SMALL_K, SMALL_K),
     "small, K of 64s, 33 rows": Case(33, 70, 192, BFLOAT, {"BLOCK_N": 32, "ROWS": 32}, {"BLOCK_N": 32, "ROWS": 32}),
     "large, few rows": Case(5, 280, 768, BFLOAT, {"STAGES": 12}, {"STAGES": 8}),
+    "large, few rows, a part of a stage": Case(5, 280, 832, BFLOAT, {"BLOCK_K": 512}, {"BLOCK_N": 64, "STAGES": 8}),
     "large, K of 64s": Case(20, 520, 320, HALF, {"BLOCK_N": 64, "STAGES": 8}, {"BLOCK_N": 64, "STAGES": 8}),
+    "tiles, K of 64s": Case(20, 520, 832, HALF, {"BLOCK_K": 64, "STAGES": 12}, {"WARPS_N": 4, "STAGES": 8}),
     "tiles, split K": Case(17, 300, 2560, BFLOAT, {"BLOCK_N": 64, "SPLITS": 2}, {"BLOCK_N": 64, "STAGES": 5}),
     "tiles, whole K": Case(32, 4300, 256, BFLOAT, {"STAGES": 8, "SPLITS": 1}, {"BLOCK_N": 64, "STAGES": 5}),
     "tiles, 64 rows": Case(50, 600, 1024, HALF, {"STAGES": 6, "ROWS": 64}, {"BLOCK_N": 128, "STAGES": 4}),
 }
 TILES = [name for name in CASES if name.startswith("tiles")]
+BIASED = [
+    "small, K of 64s",
+    "large, few rows",
+    "large, few rows, a part of a stage",
+    "tiles, split K",
+    "tiles, 64 rows",
+]
 
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ordered, streamed_linear, warpgroup_linear):
         monkeypatch.setattr(module, "_LARGE", LARGE)
+        monkeypatch.setattr(module, "_LEAST_PADDED", 640)
     warpgroup_linear.tile_counters.cache_clear()
 
 
@@ -94,7 +104,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def assert_last(gpu: Hopper, name: str, told: dict[str, Any]) -> None:
     """Check the kernel of the last launch and some of its constants."""
     launch = gpu.launches[-1]
-    assert launch.kernel == (TILED if name in TILES else STREAMED)
+    assert launch.kernel == (TILED if name in TILES and "WARPS_N" not in told else STREAMED)
     assert {key: launch.constants[key] for key in told} == told
 
 
@@ -130,6 +140,29 @@ def test_addition(gpu: Hopper, name: str) -> None:
         assert_last(gpu, name, case.plain | {"ADD": True})
         assert_close(stream.values, residual.double() + product(x, weight), case.dtype)
         assert_close(stream.normalised(), normalised(stream.values, norm), case.dtype)
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_biases(gpu: Hopper, name: str) -> None:
+    """Added after the scale of a norm and before the residual, by the kernels of linears without one."""
+    case = CASES[name]
+    gpu.read_before_wait |= {"bias_ptr"}
+    rows, bias = drawn(case.rows, case.size_k, dtype=case.dtype), drawn(case.size_n, dtype=case.dtype)
+    weight = DenseWeight(weight_of(case), bias)
+    x = Normed(rows, rows, rows.float().square().sum(1)[None], 0.1)
+    scaled = product(normalised(rows, Norm(torch.ones(case.size_k), 0.1)), weight.matrix) + bias.double()
+    assert_close(fused_linear(x, weight), scaled, case.dtype)
+    assert_last(gpu, name, case.plain | {"BIASED": True})
+    torch.testing.assert_close(linear_logits(x, weight).double(), scaled, rtol=1e-5, atol=1e-5)
+    gate, up = scaled.chunk(2, dim=1)
+    assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up, case.dtype)
+    residual, norm = drawn(case.rows, case.size_n, dtype=case.dtype), Norm(torch.ones(case.size_n).to(case.dtype), 0.1)
+    stream = linear_add(rows, weight, residual, norm)
+    told = case.plain | {"ADD": True, "BIASED": True}
+    assert_last(gpu, name, told if case.rows <= 32 else {"ADD": False})  # more rows are left to a BLAS
+    assert_close(stream.values, residual.double() + product(rows, weight.matrix) + bias.double(), case.dtype)
+    assert_close(stream.normalised(), normalised(stream.values, norm), case.dtype)
+    assert torch.equal(linear_argmax(x, weight), scaled.argmax(1))
 
 
 @pytest.mark.slow_but_every(12)

@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 LINEAR = {
-    "SIZE_K": 256, "GATED": False, "SCALED": True, "PARTS": 0, "ADD": False, "PIECES": False, "BLOCK_N": 32,
-    "BLOCK_K": 128, "GROUP": 8, "PDL": True,
+    "SIZE_K": 256, "GATED": False, "SCALED": True, "PARTS": 0, "ADD": False, "BIASED": False, "PIECES": False,
+    "BLOCK_N": 32, "BLOCK_K": 128, "GROUP": 8, "PDL": True,
 }  # fmt: skip
-PIECES = LINEAR | {"SCALED": False, "PARTS": 16, "ADD": True, "PIECES": True, "BLOCK_K": 64}
+PIECES = LINEAR | {"SCALED": False, "PARTS": 16, "ADD": True, "BIASED": True, "PIECES": True, "BLOCK_K": 64}
 FEW_BITS = {
     "RUNS": 2, "PART": 128, "SCALE_ROWS": 1, "ZEROS": False, "ZERO_POINT": 8, "BIAS": 128, "GATED": False,
     "COMPILED": True, "BLOCK_N": 32, "PDL": True,

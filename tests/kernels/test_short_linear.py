@@ -39,9 +39,15 @@ CASES = [Case(13, 56, 576, 32), Case(1, 56, 192, 32), Case(7, 40, 256, 64), Case
 
 
 def ran(
-    cut: Short, x: Tensor | Normed, weight: Tensor, gated: bool, dtype: torch.dtype, add: Addition | None = None
+    cut: Short,
+    x: Tensor | Normed,
+    weight: Tensor,
+    gated: bool,
+    dtype: torch.dtype,
+    add: Addition | None = None,
+    bias: Tensor | None = None,
 ) -> Normed:
-    call = call_of(x, weight, gated, add, dtype, cut.block_n)
+    call = call_of(x, weight, gated, add, dtype, cut.block_n, bias)
     for tensor in (call.out, call.weighted, call.sums):
         if tensor is not None:
             tensor.fill_(torch.nan)
@@ -71,6 +77,9 @@ def test_sums(emulator: CudaEmulator, case: Case) -> None:
     added = ran(cut, x, weight, False, BFLOAT, Addition(residual, norm))
     assert torch.equal(added.values, (sums + residual.float()).to(BFLOAT))
     assert torch.equal(added.weighted, (added.values.float() * norm.weight.float()).to(BFLOAT))
+    bias = drawn(case.size_n)
+    biased = ran(cut, x, weight, False, BFLOAT, Addition(residual, norm), bias).values
+    assert torch.equal(biased, (sums + bias.float() + residual.float()).to(BFLOAT))
     squares = F.pad(added.values.float().square(), (0, -case.size_n % 16)).unflatten(1, (-1, 16))
     while squares.shape[2] > 1:
         squares = squares[:, :, : squares.shape[2] // 2] + squares[:, :, squares.shape[2] // 2 :]
@@ -88,6 +97,11 @@ def test_gates_of_scaled_rows(emulator: CudaEmulator, case: Case) -> None:
     gate, up = (scaled @ weight.double().t()).chunk(2, dim=1)
     found = ran(cut, Normed(x, x, parts, 0.1), weight, True, torch.float32).values
     torch.testing.assert_close(found.double(), F.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    bias = drawn(case.size_n)
+    plain, biased = (
+        ran(cut, Normed(x, x, parts, 0.1), weight, False, torch.float32, bias=b).values for b in (None, bias)
+    )
+    assert torch.equal(biased, plain + bias.float())
 
 
 def test_each_sum_has_every_other_piece(emulator: CudaEmulator) -> None:
@@ -158,7 +172,7 @@ def test_which_linears_of_one_row_have_it(monkeypatch: pytest.MonkeyPatch) -> No
     def fits(rows: int = 1, size_n: int = 2048, size_k: int = 4096, dtype: torch.dtype = BFLOAT) -> bool:
         x, weight = torch.zeros(rows, size_k, dtype=dtype), torch.zeros(size_n, size_k, dtype=dtype)
         add = Addition(torch.zeros(rows, size_n, dtype=dtype), Norm(torch.zeros(size_n, dtype=dtype), 1e-5))
-        assert row_linear_for(x, weight, None) is None
+        assert row_linear_for(x, weight, None) is None and row_linear_for(x, weight, add, weight[:, 0]) is None
         return row_linear_for(x, weight, add) is not None
 
     assert fits()

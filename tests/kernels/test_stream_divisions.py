@@ -7,7 +7,7 @@ from overlap_spec_kernels.launch import assuming, runs_gluon, runs_warpgroups
 from overlap_spec_kernels.linear import streamed_linear
 from overlap_spec_kernels.linear.ordered import ordered_cut_for
 from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
-from overlap_spec_kernels.linear.warpgroup_linear import tiles_for
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
 
 MULTIPROCESSORS = 132
 
@@ -20,6 +20,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weight_of(size_n: int, size_k: int) -> torch.Tensor:
     return torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
+
+
+SMALL = Stream(16, 256, 4, 1, 6, late=True)
 
 
 def division(rows: int, size_n: int, size_k: int, gated: bool = False) -> Stream | None:
@@ -40,11 +43,37 @@ def test_a_large_weight_has_the_widest_stages_that_divide_it() -> None:
 
 def test_few_columns_ask_for_all_of_k_at_once() -> None:
     """Gates of a layer that recurs; several rows of x have programs of eight."""
-    cut, small = division(1, 64, 2048), Stream(16, 256, 4, 1, 6, late=True)
+    cut = division(1, 64, 2048)
     assert cut is not None and cut.block_k * (cut.stages - 1) >= 2048
     assert division(64, 128, 2048) == cut and cut.most_rows == 8
-    assert division(1, 144, 2048) == division(1, 128, 2048, gated=True) == small
-    assert division(1, 64, 768) == small, "whole stages"
+    assert division(1, 144, 2048) == division(1, 128, 2048, gated=True) == SMALL
+    assert division(1, 64, 768) == SMALL, "whole stages"
+
+
+def test_programs_share_multiprocessors_where_many_would_idle() -> None:
+    """gpt-oss's queries, keys and values, its output and its head; what is added to K fills less than an eighth."""
+    assert division(8, 5120, 2880) == division(1, 201088, 2880) == Stream(16, 512, 4, 1, 3, per_sm=3)
+    assert division(1, 2880, 4096) == Stream(16, 512, 4, 1, 4, per_sm=2)
+    assert division(9, 5120, 2880) == division(1, 5120, 2880, gated=True) == Stream(64, 64, 1, 4, 8, True, 1)
+    assert division(1, 49152, 576) == Stream(64, 64, 1, 4, 8, True, 1), "most of its last stage would be empty"
+    assert division(1, 7168, 5120) == Stream(16, 1024, 4, 1, 4, per_sm=1), "many rounds"
+    assert division(1, 4608, 4096) == division(1, 7168, 5120), "few programs in the last round, which share nothing"
+
+
+def test_k_that_fills_no_stages_in_one_order() -> None:
+    """gpt-oss's queries, keys and values; a head whose last stage would be nearly empty."""
+
+    def ordered(rows: int, size_n: int, size_k: int, gated: bool = False) -> Stream | Tiles | None:
+        x = torch.empty(rows, size_k, dtype=torch.bfloat16, device="meta")
+        return ordered_cut_for(x, weight_of(size_n, size_k), gated, 0)
+
+    with assuming((9, 0)):
+        assert ordered(8, 5120, 2880) == Stream(16, 512, 1, 1, 3, per_sm=3)
+        assert ordered(9, 5120, 2880) == Tiles(64, 64, 12)
+        x = torch.empty(24, 2880, dtype=torch.bfloat16, device="meta")
+        assert tiles_for(x, weight_of(5120, 2880), True) is None
+        assert ordered(64, 5120, 2880) == ordered(128, 5120, 2880) == Tiles(64, 64, 8)
+        assert ordered(8, 49152, 576) == ordered(8, 5120, 2880, gated=True) == Stream(64, 64, 1, 4, 4, late=True)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +81,9 @@ def test_few_columns_ask_for_all_of_k_at_once() -> None:
     [
         (4096, 132),  # 256 blocks: the second round is nearly full
         (6144, 132),  # 384
-        (3072, 96),  # 192: two for each
-        (5120, 107),  # 320: three for each, two for the last
+        (3072, 192),  # two on some multiprocessors
+        (5120, 320),  # three on some
+        (4608, 96),  # 288: three for each
         (1024, 64),
         (128256, 132),  # 8016: the last round is nearly full
     ],

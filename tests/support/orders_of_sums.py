@@ -63,7 +63,8 @@ def order_of(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
     with ExitStack() as patched:
         for module, name in _ASKED:
             patched.enter_context(mock.patch.object(module, name, lambda _: True))
-        patched.enter_context(mock.patch.object(wide_linear, "num_multiprocessors", lambda _: MULTIPROCESSORS))
+        for module in (streamed_linear, wide_linear):
+            patched.enter_context(mock.patch.object(module, "num_multiprocessors", lambda _: MULTIPROCESSORS))
         return _order_of_cut(_cut(num_rows, size_n, size_k, gated), size_k)
 
 

@@ -34,6 +34,7 @@ class Call(NamedTuple):
     sums: Tensor | None = None  # [ceil(O / block_n), T] f32
     best: Tensor | None = None  # [programs, T] f32: each program's largest result, instead of all results
     best_at: Tensor | None = None  # [programs, T] i32
+    bias: Tensor | None = None  # [O], added to the product, of one that is not gated
 
     @property
     def num_squares(self) -> int:
@@ -69,13 +70,20 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def call_of(
-    x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | None, dtype: torch.dtype, block_n: int
+    x: Tensor | Normed,
+    weight: Tensor,
+    gated: bool,
+    add: Addition | None,
+    dtype: torch.dtype,
+    block_n: int,
+    bias: Tensor | None = None,
 ) -> Call:
     """Allocate the results of a kernel whose programs each compute `block_n` columns."""
     rows, squares, eps = (x.weighted, x.squares, x.eps) if isinstance(x, Normed) else (x, None, 0.0)
     num_rows, size_n = rows.shape[0], num_columns(weight, gated)
     out = rows.new_empty((num_rows, size_n), dtype=dtype)
     if add is None:
-        return Call(rows, weight, squares, eps, gated, out)
+        return Call(rows, weight, squares, eps, gated, out, bias=bias)
     sums = rows.new_empty((ceil_div(size_n, block_n), num_rows), dtype=torch.float32)
-    return Call(rows, weight, squares, eps, gated, out, add.residual, add.norm, torch.empty_like(out), sums)
+    weighted = torch.empty_like(out)
+    return Call(rows, weight, squares, eps, gated, out, add.residual, add.norm, weighted, sums, bias=bias)

@@ -36,6 +36,7 @@ from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 _MOST_STREAMED = 8  # rows of x that a large weight is streamed for
+_MOST_BIASED = 32  # rows of x: with more, a BLAS and the row kernel take less than tiles with a bias and a residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class MatrixOperand(LinearOperand):
     """W, unquantised."""
 
     matrix: Tensor  # [O, I]
+    bias: Tensor | None = None  # [O], added to the product in float32
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,6 +54,9 @@ class MatrixOperand(LinearOperand):
         weight = self.matrix
         require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")
         require(weight.is_contiguous() and weight.dtype == x.dtype, "weight", "contiguous, with the dtype of x")
+        if (bias := self.bias) is not None:
+            require(bias.shape == weight.shape[:1] and bias.is_contiguous(), "bias", "[O], contiguous")
+            require(bias.dtype == x.dtype, "bias", "the dtype of x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +64,31 @@ class DenseWeight(MatrixOperand):
     """W, whose number of rows of x chooses what multiplies."""
 
     def product(self, x: Tensor | Normed) -> Tensor:
-        out = _launch(x, self.matrix, False, None, rows_of(x).dtype)
-        return fused_linear_reference(x, self.matrix, False) if out is None else out.values
+        out = _launch(x, self, False, None, rows_of(x).dtype)
+        return fused_linear_reference(x, self.matrix, False, self.bias) if out is None else out.values
 
     def gated(self, x: Tensor | Normed) -> Tensor:
-        out = _launch(x, self.matrix, True, None, rows_of(x).dtype)
+        if self.bias is not None:
+            return LinearOperand.gated(self, x)
+        out = _launch(x, self, True, None, rows_of(x).dtype)
         return fused_linear_reference(x, self.matrix, True) if out is None else out.values
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
-        if (out := _launch(x, self.matrix, False, Addition(residual, norm), x.dtype)) is not None:
+        few = self.bias is None or len(x) <= _MOST_BIASED
+        if few and (out := _launch(x, self, False, Addition(residual, norm), x.dtype)) is not None:
             return out
-        if not take:
-            return linear_add_reference(x, self.matrix, residual, norm)
+        if not take or self.bias is not None:
+            return linear_add_reference(x, self.matrix, residual, norm, self.bias)
         total = residual.addmm_(x, self.matrix.t())  # the BLAS reads and writes it beside its products
         return Normed(total, rms_norm(total, norm.weight, norm.eps))
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        out = _launch(x, self.matrix, False, None, torch.float32)
-        return linear_logits_reference(x, self.matrix) if out is None else out.values
+        out = _launch(x, self, False, None, torch.float32)
+        return linear_logits_reference(x, self.matrix, self.bias) if out is None else out.values
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
+        if self.bias is not None:
+            return LinearOperand.argmax(self, x, ids)
         rows = rows_of(x)
         few = cut_for(rows, self.matrix, False) or argmax_tiles_for(rows, self.matrix)
         cut = few or _wide_cut(rows, self.matrix, False)
@@ -87,21 +97,22 @@ class DenseWeight(MatrixOperand):
         return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))
 
 
-def fused_linear_reference(x: Tensor | Normed, weight: Tensor, gated: bool) -> Tensor:
-    y = F.linear(normalised(x), weight)
+def fused_linear_reference(x: Tensor | Normed, weight: Tensor, gated: bool, bias: Tensor | None = None) -> Tensor:
+    y = F.linear(normalised(x), weight, bias)
     return silu_mul(y) if gated else y
 
 
-def linear_logits_reference(x: Tensor | Normed, weight: Tensor) -> Tensor:
+def linear_logits_reference(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = normalised(x)
     if rows.is_cuda and rows.element_size() == 2:
-        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
-    y = F.linear(rows, weight)
+        sums = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return sums if bias is None else sums.add_(bias)
+    y = F.linear(rows, weight, bias)
     return y.float() if y.element_size() == 2 else y
 
 
-def linear_add_reference(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> Normed:
-    rows, values = add_rms_norm(F.linear(x, weight), residual, norm.weight, norm.eps)
+def linear_add_reference(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm, bias: Tensor | None = None) -> Normed:
+    rows, values = add_rms_norm(F.linear(x, weight, bias), residual, norm.weight, norm.eps)
     return Normed(values, rows)
 
 
@@ -118,11 +129,14 @@ def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
     return tiles or stream_for(x, weight, gated) or tiles_for(x, weight, gated)
 
 
-def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
+def _launch(
+    x: Tensor | Normed, operand: DenseWeight, gated: bool, add: Addition | None, dtype: torch.dtype
+) -> Normed | None:
     """Run the kernel that applies. Returns None, having run nothing, if none does."""
-    rows = rows_of(x)
-    if cut := row_linear_for(x, weight, add) or whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
-        call = call_of(x, weight, gated, add, dtype, cut.block_n)
+    rows, weight, bias = rows_of(x), operand.matrix, operand.bias
+    row = row_linear_for(x, weight, add, bias)
+    if cut := row or whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
+        call = call_of(x, weight, gated, add, dtype, cut.block_n, bias)
         cut.run(call, cut.num_programs(weight, gated))
     elif gated and (wide := _wide_cut(rows, weight, gated)):
         call = call_of(normalised(x), weight, gated, add, dtype, wide.block_n)

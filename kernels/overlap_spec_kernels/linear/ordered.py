@@ -43,11 +43,12 @@ from overlap_spec_kernels.linear.dense import MatrixOperand, fused_linear_refere
 from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.short_linear import short_for
-from overlap_spec_kernels.linear.streamed_linear import Stream
+from overlap_spec_kernels.linear.streamed_linear import _LEAST_PADDED, Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
 from overlap_spec_kernels.linear.wide_linear import IN_PARTS, Wide, any_for, wide_for
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
+from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_STREAMED, _MOST_LARGE = 64, 8  # rows of x for which a weight is streamed, small or large
@@ -112,7 +113,7 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
         rows, cut = normalised(x), None
         if runs_triton(rows):
             cut = ordered_cut_for(rows, self.matrix, False, self.piece) or ordered_wide_for(rows, self.matrix, "ARGMAX")
-        if cut is None:
+        if cut is None or self.bias is not None:
             return OrderedOperand.argmax(self, rows, ids)
         return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))
 
@@ -125,10 +126,12 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
 
     def multiplied(self, x: Tensor | Normed, gated: bool, dtype: torch.dtype) -> Tensor:
         rows = rows_of(x)
+        if gated and self.bias is not None:
+            return silu_mul(self.multiplied(x, False, dtype))
         if not runs_triton(rows):
             if dtype != rows.dtype:
-                return linear_logits_reference(x, self.matrix)
-            return fused_linear_reference(x, self.matrix, gated)
+                return linear_logits_reference(x, self.matrix, self.bias)
+            return fused_linear_reference(x, self.matrix, gated, self.bias)
         squares = x.squares if isinstance(x, Normed) else None
         scales_sums = self.piece and squares is not None and len(squares) <= _MOST_PARTS
         out = self._run(x if scales_sums else normalised(x), gated, dtype).out
@@ -140,10 +143,10 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
         short = short_for(rows, self.matrix, gated, self.piece)
         few = short or ordered_cut_for(rows, self.matrix, gated, self.piece, add is not None)
         if cut := few or ordered_wide_for(rows, self.matrix, "GATED" if gated else "PLAIN"):
-            call = call_of(x, self.matrix, gated, add, dtype, cut.block_n)
+            call = call_of(x, self.matrix, gated, add, dtype, cut.block_n, self.bias)
             cut.run(call, cut.num_programs(self.matrix, gated))
         else:
-            call = call_of(x, self.matrix, gated, add, dtype, _PART)
+            call = call_of(x, self.matrix, gated, add, dtype, _PART, self.bias)
             run_tiles(call, piece=self.piece)
         return call
 
@@ -171,14 +174,16 @@ def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool, piece: int, adds: bo
         return None
     if piece:
         return _stream_of_pieces(num_rows, piece, adds)
-    if size_k % 256 or weight.nbytes < _LARGE:
+    if weight.nbytes < _LARGE or (size_k % 256 and (gated or size_k < _LEAST_PADDED)):
         return _stream_of_short_rows(num_rows)
     if num_rows <= _MOST_LARGE:
         return _stream_of_large(weight, gated)
     if tiles := tiles_for(x, weight, gated):
         return tiles._replace(splits=1)
     many = num_rows <= _MOST_ROWS and not gated and ceil_div(weight.shape[0], 64) >= _FEW_TILES
-    return Tiles(64, 128, 4) if many and runs_warpgroups(x.device) else None
+    if not many or not runs_warpgroups(x.device):
+        return None
+    return Tiles(64, 64, 8) if size_k % 128 else Tiles(64, 128, 4)
 
 
 def _stream_of_pieces(num_rows: int, piece: int, adds: bool) -> Stream | None:
@@ -195,11 +200,11 @@ def _stream_of_pieces(num_rows: int, piece: int, adds: bool) -> Stream | None:
 def _stream_of_large(weight: Tensor, gated: bool) -> Stream:
     """For up to 8 rows. Rows of W are read fastest where much of each is read at once."""
     size_n, size_k = weight.shape
-    if size_k % 512:
+    if size_k % 512 and size_k % 256 == 0:
         return Stream(32, 256, 1, 2, 4, per_sm=1) if gated else Stream(32, 256, 1, 2, 5, per_sm=2)
     if gated:
         return Stream(16, 512, 1, 1, 5, per_sm=1)
-    if size_n <= 4096 and size_k <= 4096:
+    if size_n <= 4096 and size_k <= 4096 and size_k % 256 == 0:
         return Stream(32, 256, 1, 2, 5, per_sm=2)
     return (
         Stream(16, 512, 1, 1, 3, per_sm=3) if size_n <= 8192 and size_k <= 4096 else Stream(32, 512, 1, 2, 5, per_sm=1)
@@ -302,6 +307,7 @@ def run_tiles(call: Call, tiles: OrderedTiles | None = None, scales: Tensor | No
     _ordered_linear_kernel[(programs,)](
         *call.tensors(),
         call.given(scales),
+        call.given(call.bias),
         *call.sizes()[:4],
         call.eps,
         SIZE_K=size_k,
@@ -309,6 +315,7 @@ def run_tiles(call: Call, tiles: OrderedTiles | None = None, scales: Tensor | No
         SCALED=scales is not None,
         PARTS=call.num_squares,
         ADD=call.residual is not None,
+        BIASED=call.bias is not None,
         PIECES=piece > 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -324,11 +331,11 @@ def run_tiles(call: Call, tiles: OrderedTiles | None = None, scales: Tensor | No
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ordered_linear_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, squares_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor,
-    out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor, scales_ptr: tl.tensor, x_stride: int,
-    residual_stride: int, size_n: tl.tensor, num_rows: int, eps: float,
+    out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor, scales_ptr: tl.tensor, bias_ptr: tl.tensor,
+    x_stride: int, residual_stride: int, size_n: tl.tensor, num_rows: int, eps: float,
     SIZE_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    BIASED: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a tile of the result, which walks all of K.
 
@@ -370,6 +377,8 @@ def _ordered_linear_kernel(
     if PARTS:
         acc *= scale
         up *= scale
+    if BIASED:
+        acc += tl.load(bias_ptr + column).to(tl.float32)[None, :]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     mask = (m < num_rows)[:, None] & (n < size_n)[None, :]

@@ -35,7 +35,7 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "weight", "squares", "residual", "norm", "out", "weighted", "sums")
+            for name in ("x", "weight", "squares", "residual", "norm", "out", "weighted", "sums", "bias")
         ),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
@@ -61,7 +61,7 @@ class Short(NamedTuple):
         """Launch. Sync: never."""
         assert call.out is not None
         norm = None if call.norm is None else call.norm.weight
-        tensors = call.x, call.weight, call.squares, call.residual, norm, call.out, call.weighted, call.sums
+        tensors = call.x, call.weight, call.squares, call.residual, norm, call.out, call.weighted, call.sums, call.bias
         x_stride, residual_stride, *rest = call.sizes()
         work = _Work(*map(_address, tensors), int(x_stride), int(residual_stride), *map(int, rest[:3]), call.eps)
         self.kernel(call).launch(programs, (work,))
@@ -81,6 +81,7 @@ class Short(NamedTuple):
             "ROWS": self.rows,
             "GATED": call.gated,
             "ADD": call.residual is not None,
+            "BIASED": call.bias is not None,
             "SCALED": call.squares is not None,
             "WIDE": call.out.dtype == torch.float32,
         }
@@ -140,9 +141,13 @@ class RowLinear(NamedTuple):
         _row_kernel(self, call.x.device).launch(programs, (_RowWork(*map(_address, tensors)),))
 
 
-def row_linear_for(x: Tensor | Normed, weight: Tensor, add: Addition | None) -> RowLinear | None:
+def row_linear_for(
+    x: Tensor | Normed, weight: Tensor, add: Addition | None, bias: Tensor | None = None
+) -> RowLinear | None:
     """The division for these shapes; None where the kernel does not apply."""
-    if add is None or isinstance(x, Normed) or len(x) > 1 or x.dtype != torch.bfloat16 or not runs_hopper(x.device):
+    if add is None or bias is not None or isinstance(x, Normed) or len(x) > 1:
+        return None
+    if x.dtype != torch.bfloat16 or not runs_hopper(x.device):
         return None
     cut = RowLinear(weight.shape[1], add.norm.weight.dtype == torch.float32)
     whole = len(weight) % _BLOCK_N == 0 and cut.size_k % (32 * _ROW_WARPS) == 0 and x.data_ptr() % 16 == 0

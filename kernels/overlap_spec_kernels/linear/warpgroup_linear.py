@@ -29,7 +29,7 @@ from overlap_spec_kernels.launch import (
     shared_zeros,
 )
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
-from overlap_spec_kernels.linear.streamed_linear import _better, _scale_of_rows, _store
+from overlap_spec_kernels.linear.streamed_linear import _LEAST_PADDED, _better, _of_block, _scale_of_rows, _store
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes of the smallest weight for this kernel
@@ -73,12 +73,14 @@ class Tiles(NamedTuple):
             call.given(call.best_at),
             partial,
             counters,
+            call.given(call.bias),
             *call.sizes()[1:],
             SIZE_K=size_k,
             SCALED=call.squares is not None,
             GATED=call.gated,
             ADD=call.residual is not None,
             ARGMAX=call.best is not None,
+            BIASED=call.bias is not None,
             ROWS=rows,
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
@@ -101,8 +103,11 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
     num_rows, size_k = x.shape
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or num_rows > _MOST_ROWS or not runs_warpgroups(x.device):
         return None
-    if size_k % 256 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if size_k % 64 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
+    if size_k % 256:
+        whole = not gated and size_k >= _LEAST_PADDED and num_rows <= 64
+        return Tiles(64, 64, 12 if num_rows <= 32 else 8) if whole else None
     if num_rows <= 32:
         splits = 2 if ceil_div(weight.shape[0], 64) < _SPLIT_BELOW else 1
         return Tiles(64, 128, 5) if gated else Tiles(64, 128, 8, splits)
@@ -130,11 +135,11 @@ def tile_counters(device: torch.device) -> Tensor:
 def _warpgroup_linear_kernel(
     w_tiles: gl.tensor, x_tiles: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,
-    partial_ptr: gl.tensor, counters_ptr: gl.tensor,
+    partial_ptr: gl.tensor, counters_ptr: gl.tensor, bias_ptr: gl.tensor,
     residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
-    PDL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SPLITS: gl.constexpr, IN_PAIRS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
+    BIASED: gl.constexpr, PDL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr, IN_PAIRS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program p takes items p, p + programs, ..: item i is part i % SPLITS of K of tile i // SPLITS of W's rows.
 
@@ -177,6 +182,9 @@ def _warpgroup_linear_kernel(
     for item in range(first, num_items, stride):
         acc = gl.zeros([BLOCK_N, ROWS], gl.float32, mma)
         up = acc
+        bias = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, mma))
+        if BIASED:
+            bias = _of_block(bias_ptr, item // SPLITS, size_n, bias)
         for _chunk in range(0, CHUNKS):
             stage = step % STAGES
             hopper.mbarrier.wait(bars.index(stage), (step // STAGES) & 1)
@@ -196,6 +204,8 @@ def _warpgroup_linear_kernel(
         if SPLITS > 1:
             y, is_last = _add_parts(acc, partial_ptr, counters_ptr, block, item % SPLITS, SPLITS)
         y *= gl.expand_dims(scale, 0)
+        if BIASED:
+            y += gl.expand_dims(bias, 1)
         if GATED:
             y = y / (1.0 + gl.exp(-y)) * (up * gl.expand_dims(scale, 0))
         if is_last:

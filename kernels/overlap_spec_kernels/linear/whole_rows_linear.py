@@ -35,11 +35,13 @@ class WholeRows(NamedTuple):
         num_rows, size_k = call.x.shape
         _whole_rows_kernel[(programs, ceil_div(num_rows, _BLOCK_M))](
             *call.tensors(),
+            call.given(call.bias),
             *call.sizes(),
             SIZE_K=size_k,
             SCALED=call.squares is not None,
             GATED=call.gated,
             ADD=call.residual is not None,
+            BIASED=call.bias is not None,
             BLOCK_M=_BLOCK_M,
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
@@ -68,10 +70,11 @@ def whole_rows_for(x: Tensor, weight: Tensor, gated: bool) -> WholeRows | None:
 @TritonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _whole_rows_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, squares_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor,
-    out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor,
+    out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor, bias_ptr: tl.tensor,
     x_stride: int, residual_stride: int, size_n: tl.tensor, num_rows: int, num_squares: int, eps: float,
-    SIZE_K: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, BLOCK_U: tl.constexpr,
+    SIZE_K: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_U: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and BLOCK_M rows of the output. It loads its rows of W before x is ready.
 
@@ -89,6 +92,8 @@ def _whole_rows_kernel(
     w = tl.load(weight_block, mask=mask, other=0.0)
     if GATED:
         w_up = tl.load(weight_block + size_n.to(tl.int64) * SIZE_K, mask=mask, other=0.0)
+    if BIASED:
+        bias = tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)
     if ADD:
         norm = tl.load(norm_ptr + n, mask=live_n, other=0.0).to(tl.float32)
     if PDL:
@@ -108,6 +113,8 @@ def _whole_rows_kernel(
         y = y * scale[:, None]
         if GATED:
             up = up * scale[:, None]
+    if BIASED:
+        y += bias[None, :]
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * up
     if ADD:

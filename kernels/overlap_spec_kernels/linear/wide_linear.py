@@ -41,6 +41,7 @@ class _Work(ctypes.Structure):
         ("best_at", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("row_scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
         ("size_n", ctypes.c_int),
         ("chunks", ctypes.c_int),
@@ -79,6 +80,7 @@ class Wide(NamedTuple):
             best_at=None if call.best_at is None else call.best_at.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             row_scales=None if row_scales is None else row_scales.data_ptr(),
+            bias=None if call.bias is None else call.bias.data_ptr(),
             num_rows=x.shape[0],
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,
@@ -93,7 +95,8 @@ class Wide(NamedTuple):
         maps = whole, half, tensor_map(weight, self._columns(call.gated) // _CLUSTER, _DEPTH)
         clusters = min(items, _num_clusters(x.device))
         end = "ARGMAX" if call.best is not None else "GATED" if call.gated else "PLAIN"
-        self.kernel(x.dtype, x.device, end, scales is not None).launch(clusters * _CLUSTER, (*maps, work))
+        extras = *(("SCALED",) if scales is not None else ()), *(("BIASED",) if call.bias is not None else ())
+        self.kernel(x.dtype, x.device, end, extras).launch(clusters * _CLUSTER, (*maps, work))
 
     def is_full(self, x: Tensor, weight: Tensor, gated: bool) -> bool:
         """Whether useful rows and columns nearly fill every round of tiles; else a BLAS and a second kernel win."""
@@ -102,9 +105,9 @@ class Wide(NamedTuple):
         useful = x.shape[0] / (_ROWS * _CLUSTER) * num_columns(weight, gated) / self.block_n
         return useful / (rounds * clusters) >= (_FULL_ARGMAX if self in ARGMAX else _FULL)
 
-    def kernel(self, dtype: torch.dtype, device: torch.device, end: str, scaled: bool = False) -> CudaKernel:
-        """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN."""
-        return _kernel(self._replace(block_n=self._columns(end == "GATED")), dtype, device, end, scaled)
+    def kernel(self, dtype: torch.dtype, device: torch.device, end: str, extras: tuple[str, ...] = ()) -> CudaKernel:
+        """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN. `extras`: SCALED, BIASED."""
+        return _kernel(self._replace(block_n=self._columns(end == "GATED")), dtype, device, end, extras)
 
     def _columns(self, gated: bool) -> int:
         return self.block_n * 2 if gated else self.block_n
@@ -169,9 +172,9 @@ def _num_clusters(device: torch.device) -> int:
 
 
 @functools.cache
-def _kernel(cut: Wide, dtype: torch.dtype, device: torch.device, end: str, scaled: bool) -> CudaKernel:
+def _kernel(cut: Wide, dtype: torch.dtype, device: torch.device, end: str, extras: tuple[str, ...]) -> CudaKernel:
     columns, stages, parts = cut
-    defines = f"COLUMNS={columns}", f"STAGES={stages}", f"PARTS={parts}", end, *(("SCALED",) if scaled else ())
+    defines = f"COLUMNS={columns}", f"STAGES={stages}", f"PARTS={parts}", end, *extras
     code = CudaCode(SOURCE, defines, (("wgmma.h", wgmma_header(columns, dtype)),))
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
     staged = {"GATED": columns // 2 + 8, "PLAIN": _STAGED + 8, "ARGMAX": 0}[end] * _ROWS * dtype.itemsize
@@ -197,5 +200,11 @@ __device__ __forceinline__ u32 round2(float low, float high) {{
     u32 both;
     asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}}
+
+__device__ __forceinline__ float widen(u16 value) {{
+    float wide;
+    asm("cvt.f32.{kind} %0, %1;" : "=f"(wide) : "h"(value));
+    return wide;
 }}
 """

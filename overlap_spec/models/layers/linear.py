@@ -131,7 +131,7 @@ class AnyLinear(ABC):
 
 
 class FusedLinear(AnyLinear):
-    """`x @ W.T + bias` of an operand; without a bias its neighbours are fused with it."""
+    """`x @ W.T + bias` of an operand; its neighbours are fused with it unless a bias is added between."""
 
     __slots__ = ()
 
@@ -142,6 +142,11 @@ class FusedLinear(AnyLinear):
     def operand(self) -> LinearOperand:
         """W [O, I]."""
 
+    @property
+    def bias_after(self) -> Tensor | None:
+        """The bias, if the operand's kernels do not add it. Shapes: -> [O]."""
+        return self.bias
+
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return self._biased(fused_linear(x, self.operand))
 
@@ -151,10 +156,10 @@ class FusedLinear(AnyLinear):
         return AnyLinear.beside(self, x, other)
 
     def gated(self, x: Normed) -> Tensor:
-        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
+        return fused_linear(x, self.operand, gated=True) if self.bias_after is None else AnyLinear.gated(self, x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm, take: bool = False) -> Normed:
-        if self.bias is None:
+        if self.bias_after is None:
             return linear_add(x, self.operand, residual, norm, take)
         return AnyLinear.add(self, x, residual, norm)
 
@@ -162,10 +167,10 @@ class FusedLinear(AnyLinear):
         return self._biased(linear_logits(x, self.operand))
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
-        return linear_argmax(x, self.operand, ids) if self.bias is None else AnyLinear.argmax(self, x, ids)
+        return linear_argmax(x, self.operand, ids) if self.bias_after is None else AnyLinear.argmax(self, x, ids)
 
     def _biased(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y.add_(self.bias)
+        return y if self.bias_after is None else y.add_(self.bias_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +278,12 @@ class Linear(DenseLinear):
 
     @property
     def operand(self) -> DenseWeight:
-        return DenseWeight(self.stored)
+        return DenseWeight(self.stored, self.bias)
 
     @property
     def fused(self) -> bool:
         """Whether a kernel fuses the linear with its neighbours."""
-        return self.stored.is_cuda and self.bias is None
+        return self.stored.is_cuda
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         return fused_linear(x, self.operand) if self.fused else self._alone(normalised(x))

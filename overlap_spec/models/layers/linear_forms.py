@@ -166,7 +166,11 @@ class OrderedLinear(FusedLinear, DenseLinear):
 
     @property
     def operand(self) -> OrderedWeight:
-        return OrderedWeight(self.stored)
+        return OrderedWeight(self.stored, self.bias)
+
+    @property
+    def bias_after(self) -> Tensor | None:
+        return None
 
     def rows(self, ids: Tensor | slice) -> AnyLinear:
         return OrderedLinear(self.stored[ids], None if self.bias is None else self.bias[ids])

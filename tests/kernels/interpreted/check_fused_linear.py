@@ -25,22 +25,22 @@ def tiling(block_n: int, parts: int, size_k: int) -> WholeRows:
 def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, block_n: int, parts: int) -> None:
     x, weight, residual = torch.randn(rows, size_k), torch.randn(size_n, size_k), torch.randn(rows, size_n)
     norm = Norm(torch.rand(size_n) + 0.5, 1e-5)
-    cut = tiling(block_n, parts, size_k)
-    call = call_of(x, weight, False, Addition(residual, norm), x.dtype, cut.block_n)
+    cut, bias = tiling(block_n, parts, size_k), torch.randn(size_n) if rows > 1 else None
+    call = call_of(x, weight, False, Addition(residual, norm), x.dtype, cut.block_n, bias)
     cut.run(call, cut.num_programs(weight, False))
     assert call.out is not None and call.weighted is not None
     stream, expected = (
         Normed(call.out, call.weighted, call.sums, norm.eps),
-        linear_add_reference(x, weight, residual, norm),
+        linear_add_reference(x, weight, residual, norm, bias),
     )
     torch.testing.assert_close(stream.values, expected.values, **CLOSE)
     torch.testing.assert_close(stream.normalised(), expected.weighted, **CLOSE)
     after = torch.randn(48, size_n)
     for gated in (False, True):
-        cut = tiling(16, 4, size_n)
-        call = call_of(stream, after, gated, None, x.dtype, cut.block_n)
+        cut, bias = tiling(16, 4, size_n), None if gated else torch.randn(48)
+        call = call_of(stream, after, gated, None, x.dtype, cut.block_n, bias)
         cut.run(call, cut.num_programs(after, gated))
-        torch.testing.assert_close(call.out, fused_linear_reference(expected, after, gated), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(call.out, fused_linear_reference(expected, after, gated, bias), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -64,14 +64,16 @@ def test_sums_of_a_small_weight(size_k: int, piece: int, gated: bool) -> None:
         sums[k // piece % 2] += x[:, k, None] * weight[:, k]
     parts = torch.cat([squares, torch.zeros(3, most)]).view(3, 2, 4, most)  # of eight sums, in two warps
     of_eight = (parts[0] + parts[1] + parts[2]).permute(2, 0, 1)
-    scaled = (sums[0] + sums[1]) * rsqrt(halves_added(halves_added(of_eight)) / size_k + 0.1)[:, None]
-    values = sums[0] + sums[1] + residual
+    bias = None if gated else torch.randn(size_n)
+    added = torch.zeros(()) if bias is None else bias
+    scaled = (sums[0] + sums[1]) * rsqrt(halves_added(halves_added(of_eight)) / size_k + 0.1)[:, None] + added
+    values = sums[0] + sums[1] + added + residual
     of_values = halves_added(torch.cat([values * values, torch.zeros(most, 8)], 1).unflatten(1, (-1, 16))).t()
     for count in COUNTS:
         some = slice(0, count)
         of_x = Normed(x[some], x[some], squares[:, some].contiguous(), 0.1)
-        before = call_of(of_x, weight, gated, None, torch.float32, 16)
-        after = call_of(x[some], weight, False, Addition(residual[some], norm), torch.float32, 16)
+        before = call_of(of_x, weight, gated, None, torch.float32, 16, bias)
+        after = call_of(x[some], weight, False, Addition(residual[some], norm), torch.float32, 16, bias)
         with dots_in_order():
             for call in (before, after):
                 tiles = ordered_tiles_for(count if count < most else 2048, size_n, call.gated, piece)

@@ -8,7 +8,7 @@
 //     SIZE_K  columns of x                      GATED   1: silu(gate) * up, gate's rows first
 //     PIECE   columns that belong to one sum    ADD     1: add a residual, prepare the norm after it
 //     ROWS    of x, padded: 8 or 16             SCALED  1: x is scaled by a norm, from `squares`
-//     WIDE    1: the result is float32
+//     WIDE    1: the result is float32          BIASED  1: a bias is added, nothing is gated
 //
 // The next kernel begins when x is on its way: its programs would keep those of this one from what they read.
 
@@ -24,6 +24,7 @@ struct Work {
     void* out;             // [T, N] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, N]
     float* sums;           // [ceil(N / 16), T]
+    const u16* bias;       // [N]
     int x_stride, residual_stride;
     int size_n;            // N, columns of the result
     int num_rows;          // T
@@ -147,7 +148,7 @@ __device__ __forceinline__ u16 rounded(float value) { return static_cast<u16>(ro
 
 // What a lane adds to rows g and g + 8 of W, of rows 2 t and 2 t + 1 of x, and the norm's weights.
 struct Addends {
-    float residual[BLOCKS][4], norm[2];
+    float residual[BLOCKS][4], norm[2], bias[2];
 };
 
 __device__ __forceinline__ float widen(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
@@ -209,6 +210,7 @@ __device__ __forceinline__ void finish(
         for (int i = 0; i < 4; ++i) {
             y[matrix][i] = __fadd_rn(both[0][i], both[1][i]);
             if (SCALED) y[matrix][i] = __fmul_rn(y[matrix][i], common.scale_of_row[block * 8 + lane % 4 * 2 + i % 2]);
+            if (BIASED) y[matrix][i] = __fadd_rn(y[matrix][i], addends.bias[i / 2]);
         }
     }
 #pragma unroll
@@ -229,8 +231,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) short_linear(const __grid_
     __syncwarp();
     if (warp == 0) copy_w(work, memory, &common.arrived);
     Addends addends = {};
-    if (ADD && warp < BLOCKS)
-        for (int i = 0; i < 2; ++i) addends.norm[i] = column + i * 8 < work.size_n ? widen(work.norm[column + i * 8]) : 0.0f;
+    for (int i = 0; i < 2 && warp < BLOCKS && column + i * 8 < work.size_n; ++i) {
+        if (ADD) addends.norm[i] = widen(work.norm[column + i * 8]);
+        if (BIASED) addends.bias[i] = widen(work.bias[column + i * 8]);
+    }
     wait_for_kernels_before();
     copy_x(work, memory);
     let_next_begin();

@@ -12,11 +12,11 @@
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
 // The command line defines COLUMNS, STAGES, PARTS of K, which are added up as packed_products.cu adds them, and one of
-// GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales, those of x too where they are given;
-// `wgmma.h` is written for COLUMNS and the type of x. Which linears take this kernel: wide_linear.py.
+// GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales, those of x too where they are given, and BIASED if a plain
+// result of one part has a bias; `wgmma.h` is written for COLUMNS and the type of x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
-#include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
+#include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high), widen(value)
 
 // What the kernel is given beside the tensor maps; the same fields in wide_linear.py.
 struct Work {
@@ -24,6 +24,7 @@ struct Work {
     int* best_at;         // ARGMAX [T, num_columns]
     const float* scales;      // SCALED [O] of W's rows
     const float* row_scales;  // SCALED [T] of x's rows, or null
+    const u16* bias;          // BIASED [N] of x's type
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int chunks;       // chunks of 64 columns of K

@@ -16,9 +16,9 @@ constexpr int OUT_COLUMNS = COLUMNS / MATRICES;
 constexpr int PITCH = (PIECES + 1) * 16;  // an odd number of pieces: eight rows lie in different banks
 static_assert(PIECES % 2 == 0 && OUT_COLUMNS % (PIECES * 8) == 0, "two pieces are staged at once, and all of them");
 
-// The scales of two neighbouring rows of each matrix of W.
+// The scales of two neighbouring rows of each matrix of W, and the bias of both columns.
 struct Scales {
-    float2 of[MATRICES];
+    float2 of[MATRICES], bias;
 
     __device__ __forceinline__ Scales(const Work& work, int column) {
 #pragma unroll
@@ -29,6 +29,10 @@ struct Scales {
                 of[matrix] = *reinterpret_cast<const float2*>(work.scales + matrix * work.size_n + column);
 #endif
         }
+#ifdef BIASED
+        bool there = column < work.size_n;
+        bias = make_float2(there ? widen(work.bias[column]) : 0.0f, there ? widen(work.bias[column + 1]) : 0.0f);
+#endif
     }
 };
 
@@ -54,6 +58,9 @@ __device__ __forceinline__ float2 results(
     float row = rows.of[below];
     if (PARTS > 1) return make_float2(sums[at] * row, sums[at + 1] * row);
     float2 y = make_float2(sums[at] * scales.of[0].x * row, sums[at + 1] * scales.of[0].y * row);
+#ifdef BIASED
+    y = make_float2(y.x + scales.bias.x, y.y + scales.bias.y);
+#endif
 #ifdef GATED
     at += SUMS / 2;
     y = make_float2(gated(y.x, sums[at] * scales.of[1].x * row), gated(y.y, sums[at + 1] * scales.of[1].y * row));
