@@ -17,7 +17,12 @@ from overlap_spec_kernels.attention.latent_attention import (
     latent_tree_attention,
     latent_tree_attention_reference,
 )
-from overlap_spec_kernels.attention.latent_heads import latent_heads, latent_heads_reference
+from overlap_spec_kernels.attention.latent_heads import (
+    absorbed_heads,
+    head_products,
+    latent_heads,
+    latent_heads_reference,
+)
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write, rope_latent_write_reference
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF
@@ -202,6 +207,25 @@ def test_queries_and_rows_are_put_together(
         [latent_heads(*(each[i : i + 1] for each in moved[:3]), moved[3], 1e-6, interleaved) for i in range(9)]
     )
     assert torch.equal(found[:9], alone)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 16, 17])
+@pytest.mark.parametrize("sizes", [(20, 192, 512, 64), (16, 128, 512, 64), (3, 24, 40, 10)])
+def test_queries_are_absorbed(sizes: tuple[int, int, int, int], rows: int, dtype: torch.dtype) -> None:
+    """By one launch for few rows, with the bits of products in one order and a launch after them."""
+    heads, size, rank, rope = sizes
+    queries = torch.randn(rows, heads, size + rope, device="cuda").to(dtype)
+    key = (torch.randn(heads, size, rank, device="cuda") * size**-0.5).to(dtype)
+    tokens, weight = (
+        torch.randn(rows, 8 + rank + rope, device="cuda").to(dtype)[:, 8:],
+        torch.rand(rank).to("cuda", dtype),
+    )
+    found = absorbed_heads(queries, key, tokens, weight, 1e-6, True, True)
+    absorbed = head_products(queries[:, :, :size], key)
+    assert torch.equal(found, latent_heads(absorbed, queries[:, :, size:], tokens, weight, 1e-6, True))
+    exact = torch.einsum("tnk,nko->tno", queries[:, :, :size].double(), key.double())
+    assert float((absorbed.double() - exact).norm() / exact.norm()) < (4e-3 if dtype == BFLOAT else 6e-4)
 
 
 @pytest.mark.parametrize("kv_dtype", [BFLOAT, E4M3])

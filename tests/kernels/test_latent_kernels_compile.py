@@ -18,6 +18,7 @@ SHARED_BYTES = 227 * 1024
 TYPES = dict.fromkeys(("page_table_ptr", "row_starts_ptr"), "*i32")
 TYPES |= dict.fromkeys(("positions_ptr", "prefix_ptr", "extra_rows_ptr", "mask_ptr"), "*i64")
 OF_A_MODEL = ("q_ptr", "cache_ptr", "out_ptr", "heads_ptr", "absorbed_ptr", "queries_ptr", "rows_ptr", "weight_ptr")
+OF_A_MODEL += "x_ptr", "turned_ptr", "norm_ptr"
 FLOATS = ("scale_log2", "v_scale", "inverse_scale", "eps")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 BFLOAT, FLOAT, E4M3, E5M2 = NAMES
@@ -116,3 +117,17 @@ def test_putting_heads_together(interleaved: bool) -> None:
         "PDL": True,
     }  # fmt: skip
     compiled(latent_heads._latent_heads_kernel, constants, 4, 2, BFLOAT, BFLOAT)
+
+
+@pytest.mark.parametrize(("size_k", "size_n", "rope"), [(192, 512, 64), (512, 256, 0)])
+def test_products_of_few_rows(size_k: int, size_n: int, rope: int) -> None:
+    """All of K of a program's columns is in shared memory before it waits for the kernel before it."""
+    constants = {
+        "SIZE_K": size_k, "SIZE_N": size_n, "ROPE": rope, "INTERLEAVED": True, "BLOCK_M": 16, "BLOCK_N": 64,
+        "BLOCK_K": 256 if rope else 512, "BLOCK_R": 512, "BLOCK_T": max(rope, 1), "PDL": True,
+    }  # fmt: skip
+    ptx = compiled(latent_heads._held_heads_kernel, constants, 4, 3, BFLOAT, BFLOAT).asm["ptx"]
+    products = ptx[ptx.rindex("griddepcontrol.wait") :]
+    assert products.count("mma.sync") == 2 * constants["BLOCK_K"] // 16
+    before = ptx[: -len(products)]
+    assert before.count("st.shared.v4") == constants["BLOCK_K"] * 64 // 8 // 128

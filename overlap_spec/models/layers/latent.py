@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from overlap_spec_kernels import LatentScratch, Normed, latent_attention, latent_tree_attention, rope_latent_write
 from overlap_spec_kernels.attention.kv_format import write_rows
-from overlap_spec_kernels.attention.latent_heads import head_products, in_halves, latent_heads
+from overlap_spec_kernels.attention.latent_heads import absorbed_heads, head_products, in_halves
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write_reference
 from overlap_spec_kernels.norm.norm_heads import UnnormedHeads
 from torch import Tensor
@@ -94,13 +94,12 @@ class LatentProjection:
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, H] -> [T, (n + 1) (r + dr)]."""
         projected = self.rows.down(x)
-        (num_heads, size, rank), rope_dim = self.key.shape, self.rows.rope_dim
+        (num_heads, _, rank), rope_dim = self.key.shape, self.rows.rope_dim
         queries = projected[:, : -(rank + rope_dim)]
         queries = queries if self.low_rank is None else self.low_rank(queries)
-        whole, turned = queries.view(len(queries), num_heads, -1).split((size, rope_dim), dim=2)
-        absorbed = of_heads(whole, self.key, self.in_order)
+        by_head = queries.view(len(queries), num_heads, -1)
         rows, norm = projected[:, -(rank + rope_dim) :], self.rows.norm
-        return latent_heads(absorbed, turned, rows, norm.weight, norm.eps, self.rows.interleaved)
+        return absorbed_heads(by_head, self.key, rows, norm.weight, norm.eps, self.rows.interleaved, self.in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +140,7 @@ class LatentAttention:
     def _values(self, latents: Tensor) -> Tensor:
         """Of sums of latents. Shapes: [R, n r] -> [R, n dv]."""
         by_head = latents.view(len(latents), len(self.value), -1)
-        return of_heads(by_head, self.value, self.qkv.in_order).flatten(1)
-
-
-def of_heads(x: Tensor, weight: Tensor, in_order: bool) -> Tensor:
-    """Each head's columns times its matrix. Shapes: x [T, n, I], weight [n, I, O] -> [T, n, O]."""
-    return head_products(x, weight) if in_order else (x.transpose(0, 1) @ weight).transpose(0, 1)
+        return head_products(by_head, self.value, self.qkv.in_order).flatten(1)
 
 
 class PagedLatents(PagedAttention):

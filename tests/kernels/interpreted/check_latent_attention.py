@@ -13,8 +13,10 @@ from overlap_spec_kernels.attention.latent_attention import (
     latent_tree_attention_reference,
 )
 from overlap_spec_kernels.attention.latent_heads import (
+    _few_head_products,
     _head_products_triton,
     _latent_heads_triton,
+    _TokenRows,
     head_products,
     latent_heads_reference,
 )
@@ -248,3 +250,21 @@ def test_products_of_heads(sizes: tuple[int, int, int]) -> None:
         whole = _head_products_triton(x, weight)
         for count in (1, 2, 16, 17, 40, 64, 65):
             assert torch.equal(_head_products_triton(x[:count], weight), whole[:count]), count
+            if count <= 16:
+                assert torch.equal(_few_head_products(x[:count], weight), whole[:count]), count
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("num_rows", "num_heads", "size"), [(3, 5, (24, 10)), (16, 2, (40, 2)), (1, 3, (72, 8))])
+def test_queries_are_absorbed_by_one_launch(
+    num_rows: int, num_heads: int, size: tuple[int, int], interleaved: bool
+) -> None:
+    """Beside the token's row, with the bits of two launches; more rows than a head has programs."""
+    rank, rope = size
+    queries, key = torch.randn(num_rows, num_heads, 40 + rope), torch.randn(num_heads, 40, rank)
+    rows, weight = torch.randn(num_rows, 7 + rank + rope)[:, 7:], torch.randn(rank)
+    whole, turned = queries[:, :, :40], queries[:, :, 40:]
+    with dots_in_order():
+        found = _few_head_products(whole, key, _TokenRows(turned, rows, weight, 0.1, interleaved))
+        absorbed = _head_products_triton(whole, key)
+    assert torch.equal(found, _latent_heads_triton(absorbed, turned, rows, weight, 0.1, interleaved))

@@ -16,6 +16,7 @@ from overlap_spec_kernels import (
     ordered_attention,
     ordered_windows,
 )
+from overlap_spec_kernels.attention import latent_heads
 from overlap_spec_kernels.attention.latent_heads import head_products
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
@@ -132,11 +133,13 @@ def test_products_of_heads_are_ordered(family: str, dtype: torch.dtype, monkeypa
     """Queries times keys and latents times values, of every layer of a model in 16 bits."""
     target, taken = in_one_order(load_tiny_target(tiny_target(1, **TINY_FAMILIES[family]), dtype)), []
 
-    def noted(x: Tensor, weight: Tensor) -> Tensor:
-        taken.append(weight)
-        return head_products(x, weight)
+    def noted(x: Tensor, weight: Tensor, in_order: bool) -> Tensor:
+        if in_order:
+            taken.append(weight)
+        return head_products(x, weight, in_order)
 
-    monkeypatch.setattr(latent, "head_products", noted)
+    for module in (latent, latent_heads):
+        monkeypatch.setattr(module, "head_products", noted)
     paged = Paged(num_requests=1)
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
     found = target.attach(cache, 64, attention=AttentionChoice(in_order=True)).forward(
