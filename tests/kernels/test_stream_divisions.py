@@ -50,6 +50,15 @@ def test_few_columns_ask_for_all_of_k_at_once() -> None:
     assert division(1, 64, 768) == SMALL, "whole stages"
 
 
+def test_a_small_weight_is_asked_for_at_once_where_all_programs_have_room() -> None:
+    """GLM-4.7-Flash's latents, its shared expert's second linear, and queries; all with one order of sums."""
+    assert division(1, 1344, 2048) == division(16, 1344, 2048) == Stream(16, 256, 4, 1, 9)
+    assert division(1, 2048, 1536) == Stream(16, 256, 4, 1, 7)
+    assert division(8, 5120, 768) == Stream(32, 256, 4, 1, 4)
+    others = division(17, 1344, 2048), division(9, 5120, 768), division(1, 576, 1536), division(1, 3072, 1280)
+    assert set(others) == {division(1, 1344, 2048, gated=True), SMALL} == {SMALL}
+
+
 def test_programs_share_multiprocessors_where_many_would_idle() -> None:
     """gpt-oss's queries, keys and values, its output and its head; what is added to K fills less than an eighth."""
     assert division(8, 5120, 2880) == division(1, 201088, 2880) == Stream(16, 512, 4, 1, 3, per_sm=3)

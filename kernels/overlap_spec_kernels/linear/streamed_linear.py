@@ -31,6 +31,7 @@ _STAGES = {1024: 4, 512: 7, 256: 12}
 _GATED_STAGES = {512: 5, 256: 8}
 _FEW_ROWS, _FEW_ROWS_K = 8, 1024
 _FEW_COLUMNS = 128  # of a result: few programs, each with few rows, whose K is all asked for at once
+_LEAST_HELD = 4 << 20  # bytes of a small weight whose programs ask for all of it at once
 _LEAST_PADDED = 2048  # columns, beside which what a stage lacks is little
 
 
@@ -97,19 +98,16 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
 
     A kernel that begins early takes the multiprocessors that have room beside programs of the kernel before it. If only
     some have room, its programs crowd on those. So for a large weight each multiprocessor runs one program, whose ring
-    leaves no room for another; kernels of small weights begin late instead (docs/history.md).
+    leaves no room for another; kernels of small weights begin late instead (docs/history.md), unless all of W is asked
+    for at once.
     """
-    size_n, size_k = weight.shape
+    size_k = weight.shape[1]
     if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not runs_gluon(x.device):
         return None
     if size_k % 64 or x.stride(0) % 8:
         return None
     if weight.nbytes < _LARGE:
-        if size_k % 512 == 0 and size_n <= _FEW_COLUMNS and not gated:
-            return _TINY
-        if size_k % 256 == 0:
-            return Stream(16, 256, 4, 1, 6, late=True)
-        return Stream(16, 64, 2, 1, 10, late=True) if x.shape[0] <= 16 else Stream(32, 64, 1, 2, 8, late=True)
+        return _of_small(x.shape[0], weight, gated)
     if x.shape[0] <= _FEW_ROWS and not gated and (several := _several(weight)):
         return several
     if size_k % 256:
@@ -120,6 +118,22 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     most_k = _FEW_ROWS_K if x.shape[0] <= _FEW_ROWS else 256  # columns of x, padded to 16 rows, take as much as W's
     block_k = next(columns for columns in stages if columns <= most_k and size_k % columns == 0)
     return Stream(16, block_k, 4, 1, stages[block_k], per_sm=1)
+
+
+def _of_small(num_rows: int, weight: Tensor, gated: bool) -> Stream:
+    """Those of weights that are not large; with 256 columns at once sums have one order, for any number of rows."""
+    size_n, size_k = weight.shape
+    if size_k % 512 == 0 and size_n <= _FEW_COLUMNS and not gated:
+        return _TINY
+    if size_k % 256:
+        return Stream(16, 64, 2, 1, 10, late=True) if num_rows <= 16 else Stream(32, 64, 1, 2, 8, late=True)
+    if weight.nbytes >= _LEAST_HELD and not gated:
+        has_few = size_n <= 16 * num_multiprocessors(weight.device)
+        if has_few and size_k <= 2048 and num_rows <= 16:
+            return Stream(16, 256, 4, 1, size_k // 256 + 1)
+        if not has_few and size_k <= 768 and num_rows <= _FEW_ROWS:
+            return Stream(32, 256, 4, 1, size_k // 256 + 1)
+    return Stream(16, 256, 4, 1, 6, late=True)
 
 
 def _several(weight: Tensor) -> Stream | None:

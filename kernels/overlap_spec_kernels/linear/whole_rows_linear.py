@@ -15,7 +15,7 @@ from overlap_spec_kernels.linear.call import Call, num_columns
 
 _BLOCK_M = 16
 _FEW_ROWS = 2  # rows of x: with more, streaming is as fast for 16-bit weights
-_MOST_COLUMNS = 8192
+_MOST_COLUMNS, _MOST_IN_16_BITS = 8192, 4096
 _SHARED_BYTES = 200 << 10  # shared memory of a program: a little less than a recent GPU has
 
 
@@ -62,7 +62,8 @@ def whole_rows_for(x: Tensor, weight: Tensor, gated: bool) -> WholeRows | None:
     if not runs_triton(x) or num_rows > _BLOCK_M or num_columns(weight, gated) > _MOST_COLUMNS:
         return None
     if x.element_size() == 2:
-        return WholeRows(16, whole_k, 4) if whole_k <= 1024 and not gated and num_rows <= _FEW_ROWS else None
+        fits = whole_k <= 1024 and num_columns(weight, gated) <= _MOST_IN_16_BITS
+        return WholeRows(16, whole_k, 4) if fits and not gated and num_rows <= _FEW_ROWS else None
     shared = (_BLOCK_M + 8 * (2 if gated else 1)) * whole_k * x.element_size()
     return WholeRows(8, whole_k, 8) if shared <= _SHARED_BYTES else None
 
