@@ -10,12 +10,16 @@ from overlap_spec_kernels import (
     Clamp,
     Float4Matrices,
     Float4Weight,
+    Norm,
     Routing,
+    experts_add,
     experts_mlp,
     fused_linear,
     linear_logits,
     route,
 )
+from overlap_spec_kernels.experts.float4_streams import takes_float4_down, takes_float4_gate
+from overlap_spec_kernels.nvrtc import runs_hopper
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.float4_weights import meaning_of, random_float4
 from support.model_cells import DIFFERS, EQUAL, Cell, outcome_of
@@ -141,10 +145,16 @@ def test_experts(group: int, sizes: Sizes, dtype: torch.dtype, num_rows: int) ->
 def test_a_row_of_experts_does_not_depend_on_its_neighbours(group: int, sizes: Sizes, dtype: torch.dtype) -> None:
     gate_up, down, biases = experts_of(group, sizes, dtype)
     x, routing = drawn(256, sizes[2], dtype=dtype) * 1e-2, routing_of(256, sizes)
+    norm, own_kernels = Norm(drawn(sizes[2], dtype=dtype), 1e-5), runs_hopper(PLACE) and dtype == BFLOAT
+    assert takes_float4_gate(x[:1], gate_up, routing.experts[:1]) is own_kernels
+    assert takes_float4_down(x[:1], down, routing.experts[:1]) is own_kernels
 
     def run(rows: Tensor) -> Tensor:
         some = Routing(*(each[rows].contiguous() for each in routing))
-        return experts_mlp(x[rows], gate_up, down, some, biases, CLAMP)
+        out = experts_add(x[rows], gate_up, down, some, x[rows], norm, biases, CLAMP)
+        assert out.squares is not None
+        results = experts_mlp(x[rows], gate_up, down, some, biases, CLAMP)
+        return torch.cat((out.values.float(), out.weighted.float(), out.squares.t(), results.float()), dim=1)
 
     alone = torch.cat([run(torch.tensor([row], device=PLACE)) for row in range(256)])
     for num_rows in ROWS:

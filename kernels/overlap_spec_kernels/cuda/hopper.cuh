@@ -109,13 +109,20 @@ __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64*
         : "memory");
 }
 
-// Copy a box of a tensor of four dimensions, of which it is whole in the first two; to all programs of `ranks`, one bit
-// each, at the same address. Each program's barrier counts its own bytes.
-__device__ __forceinline__ void copy_box(u32 target, const TensorMap* map, u64* barrier, int third, int fourth) {
+// Copy a box of a tensor of four dimensions.
+__device__ __forceinline__ void copy_box(
+    u32 target, const TensorMap* map, u64* barrier, int first, int second, int third, int fourth
+) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}],"
-        " [%2];" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(0), "r"(third), "r"(fourth)
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}],"
+        " [%2];" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(first), "r"(second), "r"(third), "r"(fourth)
         : "memory");
+}
+
+// One that is whole in the first two; to all programs of `ranks`, one bit each, at the same address. Each program's
+// barrier counts its own bytes.
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap* map, u64* barrier, int third, int fourth) {
+    copy_box(target, map, barrier, 0, 0, third, fourth);
 }
 
 __device__ __forceinline__ void send_box(
@@ -303,6 +310,19 @@ __device__ __forceinline__ float quotient(float a, float b) {
 __device__ __forceinline__ float exponential(float x) {
     float result;
     asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(__fmul_rn(x, __int_as_float(0x3fb8aa3b))));
+    return result;
+}
+
+// The smaller and the larger one; NaN if one is.
+__device__ __forceinline__ float least(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+__device__ __forceinline__ float most(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
 

@@ -5,8 +5,8 @@
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first; with a residual and its norm, if asked for
 
-For one row the last two are one launch of `sum_of_experts.py`, with the same bits, and for a few rows of float8 or 16
-bits `quantized_streams.sum_down`.
+For one row the last two are one launch of `sum_of_experts.py`, or in 4-bit floats of `float4_streams.py`, with the same
+bits, and for a few rows of float8 or 16 bits `quantized_streams.sum_down`.
 
 Grids follow from shapes alone: there are as many programs as tiles could be at most, and those without rows end at
 once. `products.py` states why a row's result has the same bits whatever rows are beside it.
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.float4_products import multiply_float4
+from overlap_spec_kernels.experts.float4_streams import float4_down, takes_float4_down
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
 from overlap_spec_kernels.experts.quantized_products import (
     multiply_quantized,
@@ -218,6 +219,13 @@ def _experts_add_triton(
     if biases is None and not isinstance(down, Float4Matrices) and streams_sum(written(x), down, routing.experts):
         places = _places(x, gate_up, routing.experts, clamp)
         return sum_down(_gated(x, gate_up, None, places, clamp), down, routing, residual, norm, shared)
+    if isinstance(down, Float4Matrices) and takes_float4_down(residual, down, routing.experts):
+        places, (of_gate_up, of_down) = places_of(routing.experts, gate_up.shape[0]), biases or (None, None)
+        if isinstance(gate_up, Float4Matrices) and (clamp is None or isinstance(clamp, Clamp)):
+            gated = multiply_float4(written(x), gate_up, of_gate_up, places, True, True, clamp, before_sum=True)
+        else:
+            gated = _gated(x, gate_up, of_gate_up, places, clamp)
+        return float4_down(gated, down, of_down, routing, residual, norm, shared)
     results = _results(x, gate_up, down, routing, biases, clamp)
     weighted, squares = torch.empty_like(residual, memory_format=torch.contiguous_format), squares_of(residual)
     values = _summed(results, routing.weights, Addition(residual, norm, weighted, squares, shared))

@@ -1,6 +1,7 @@
 """Products of rows with the matrices of their experts, as `products.py` has them, in 4-bit floats.
 
-Tiles of all sizes add up a row's columns in the order of `linear/float4.py`, by the same operation of tensor cores.
+Tiles of all sizes add up a row's columns in the order of `linear/float4.py`, by the same operation of tensor cores. So
+do the kernels of `float4_streams.py`, which one row in bfloat16 has on Hopper.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.experts.float4_streams import float4_gate, takes_float4_gate
 from overlap_spec_kernels.experts.products import (
     Clamp,
     Places,
@@ -28,9 +30,14 @@ _AVERAGE = 24  # rows of an expert on average from which tiles are large
 
 def multiply_float4(
     x: Tensor, weight: Float4Matrices, bias: Tensor | None, places: Places, first: bool, gated: bool,
-    clamp: Clamp | None,
+    clamp: Clamp | None, before_sum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See `products.multiply`."""
+    """See `products.multiply`. `before_sum`: the next kernel is `float4_down`.
+
+    Behind `float4_gate` one of Triton's would begin late: multiprocessors would have to divide their memory anew.
+    """
+    if before_sum and takes_float4_gate(x, weight, places.experts):
+        return float4_gate(x, weight, bias, places.experts, clamp)
     (num_experts, rows, size_k), pairs = weight.shape, places.experts.numel()
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
     is_wide = x.element_size() > 2  # then tiles of another size would have other orders of sums

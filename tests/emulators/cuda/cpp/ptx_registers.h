@@ -97,6 +97,8 @@ PTX_ARITHMETIC(mul_rn, a* b)
 PTX_ARITHMETIC(div_full, a / b)
 PTX_ARITHMETIC(max, std::fmax(a, b))
 PTX_ARITHMETIC(min, std::fmin(a, b))
+PTX_ARITHMETIC(max_NaN, std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b))
+PTX_ARITHMETIC(min_NaN, std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b))
 #undef PTX_ARITHMETIC
 
 template <class T, class D, class A, class B, class C>
