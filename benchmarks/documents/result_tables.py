@@ -261,12 +261,17 @@ def _isolation_cost(report: Report) -> list[str]:
     return _table(["keys", "prompt tokens that were cached", "tokens/s"], rows)
 
 
+_USUAL_CONTEXT = 256  # tokens before a step, which the text above the table names
+
+
 def _mixtures(report: Report) -> list[str]:
     """Steps, by format and by rows of a forward, whose experts are drawn; then prompts."""
     steps = [
-        [row["setup"], f"{row['batch']} x {row['width']}", row["routers"], f"{row['distinct']:.1f}", *_over_floor(row)]
+        [name, f"{row['batch']} x {row['width']}", row["routers"], f"{row['distinct']:.1f}", *_over_floor(row)]
         for row in report["rows"]
         if "batch" in row
+        for context in [row.get("context", _USUAL_CONTEXT)]
+        for name in [row["setup"] + ("" if context == _USUAL_CONTEXT else f", {context:,} before")]
     ]
     prompts = [
         [row["setup"], f"prompt of {row['prompt']:,}", "", "", *_over_floor(row)]
