@@ -24,8 +24,8 @@ start of a copy. A seed decides which thread goes on, and makes some warps and p
 - Bulk copies, boxes of tensor maps of two or four dimensions (swizzled, zeros outside), multicast, cp.async: the target
   is NaN from the start of a copy, and its parts arrive at any later point. They may read their source then, or at the
   start.
-- wgmma with A described or in registers, B along K or along N: the sums are NaN until the wait, operands in shared
-  memory are read at any point before it, and a product begins when all four warps have issued it.
+- wgmma with A described, along K or M, or in registers, B along K or N: the sums are NaN until the wait, operands in
+  shared memory are read at any point before it, and a product begins when all four warps have issued it.
 - `griddepcontrol.wait`: tensors of `written_before` are NaN until then.
 - Global memory: what is beyond the end of a tensor that was made by `guarded` is not there.
 - A deadlock, or an end with copies or products under way, is an error that names where each warp waits.

@@ -108,15 +108,15 @@ void stmatrix_trans_shared(uint32_t address, std::array<uint32_t*, N> registers)
 
 // ---- wgmma: a warp's 16 of 64 rows ----
 
-// A matrix in shared memory whose rows lie along K, swizzled by 128 bytes; or `along_n`, whose rows lie along N.
+// A matrix in shared memory whose rows lie along K, swizzled by 128 bytes; or `across`, whose rows lie along N, or M.
 struct Described {
     emulator::Program* program;
     uint32_t start, eight_rows, next_columns;
-    bool along_n;
+    bool across;
 
-    Described(emulator::Program* program, unsigned long long descriptor, bool along_n = false)
+    Described(emulator::Program* program, unsigned long long descriptor, bool across = false)
         : program(program), start((descriptor & 0x3fff) << 4), eight_rows((descriptor >> 32 & 0x3fff) << 4),
-          next_columns((descriptor >> 16 & 0x3fff) << 4), along_n(along_n) {
+          next_columns((descriptor >> 16 & 0x3fff) << 4), across(across) {
         if (descriptor >> 62 != 1) emulator::fail("wgmma of a matrix that is not swizzled by 128 bytes is not modelled");
         if (descriptor >> 49 & 7) emulator::fail("wgmma with a base offset is not modelled");
     }
@@ -124,7 +124,7 @@ struct Described {
     // `row` of A or B, `k` of the sixteen.
     uint16_t at(int row, int k) const {
         uint32_t offset = start + row / 8 * eight_rows + row % 8 * 128 + k * 2;
-        if (along_n) offset = start + k / 8 * eight_rows + k % 8 * 128 + row / 64 * next_columns + row % 64 * 2;
+        if (across) offset = start + k / 8 * eight_rows + k % 8 * 128 + row / 64 * next_columns + row % 64 * 2;
         uint16_t value;
         memcpy(&value, emulator::memory_at({program, offset ^ (offset >> 7 & 7) << 4}, 2, 2), 2);
         return value;
@@ -136,7 +136,7 @@ struct WgmmaOperand {
     std::array<float*, N> sums;
     unsigned long long a_descriptor, b_descriptor;
     std::array<uint32_t, 4> a;
-    bool adds, b_along_n;
+    bool adds, a_along_m, b_along_n;
 };
 
 // sums [lane][...] += a [16, 16] b [n, 16] transposed
@@ -166,7 +166,8 @@ void issue_wgmma(void** operands) {
     }
     emulator::Warp& warp = *emulator::current->warp;
     int first_row = warp.number % 4 * 16;
-    Described b(warp.program, first.b_descriptor, first.b_along_n), a(warp.program, A_IN_REGISTERS ? first.b_descriptor : first.a_descriptor);
+    Described b(warp.program, first.b_descriptor, first.b_along_n);
+    Described a(warp.program, A_IN_REGISTERS ? first.b_descriptor : first.a_descriptor, first.a_along_m);
     bool adds = first.adds;
     emulator::add_product(first.b_descriptor * 1024 + S::n * 2 + adds, std::move(registers), [=](float* sums) {
         float numbers[16][16];
@@ -187,8 +188,8 @@ void wgmma_mma_async(
     std::array<float*, N> sums, unsigned long long a, unsigned long long b, bool adds, int sign_a, int sign_b, int along_m, int along_n
 ) {
     static_assert(S::m == 64 && S::k == 16 && N == S::n / 2 && std::is_same_v<A, B>, "a wgmma of this shape");
-    if (sign_a != 1 || sign_b != 1 || along_m) emulator::fail("wgmma with signs or A transposed is not modelled");
-    WgmmaOperand<N> operand{sums, a, b, {}, adds, along_n != 0};
+    if (sign_a != 1 || sign_b != 1) emulator::fail("wgmma with signs is not modelled");
+    WgmmaOperand<N> operand{sums, a, b, {}, adds, along_m != 0, along_n != 0};
     emulator::together("wgmma", 0xffffffff, &operand, issue_wgmma<S, A, false>);
 }
 
@@ -198,7 +199,7 @@ void wgmma_mma_async(
 ) {
     static_assert(S::m == 64 && S::k == 16 && N == S::n / 2 && std::is_same_v<A, B>, "a wgmma of this shape");
     if (sign_a != 1 || sign_b != 1) emulator::fail("wgmma with signs is not modelled");
-    WgmmaOperand<N> operand{sums, 0, b, {*a[0], *a[1], *a[2], *a[3]}, adds, along_n != 0};
+    WgmmaOperand<N> operand{sums, 0, b, {*a[0], *a[1], *a[2], *a[3]}, adds, false, along_n != 0};
     emulator::together("wgmma", 0xffffffff, &operand, issue_wgmma<S, A, true>);
 }
 
