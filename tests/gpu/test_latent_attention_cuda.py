@@ -248,6 +248,25 @@ def test_100_launches_agree_bit_by_bit(lengths: list[int]) -> None:
     assert bool(first.isfinite().all())
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_queries_and_own_keys_are_read_after_the_wait(width: int) -> None:
+    """Which the kernel before writes: until then the cache holds NaN there."""
+    q, cache, rank, table, _, positions = on_gpu(rows_of(20, WHOLE, [(n, width) for n in (1020, 63, 0)], 16, BFLOAT))
+    heads, cos_sin = torch.randn(len(q), 21, 576, device=DEVICE).to(BFLOAT), torch.randn(1100, 64, device=DEVICE)
+    scratch, kind, before = scratch_of(20, WHOLE), (None, positions, SCALE), cache.clone()
+    own = table.gather(1, positions.view(3, width) // 16).long().flatten() * 16 + positions % 16
+    before.flatten(0, 2)[own] = torch.nan
+    written = rope_latent_write(heads.clone(), rank, cos_sin, positions, table, cache)
+    expected = latent_attention(written, cache, rank, table, *kind, scratch)
+    for _ in range(20):
+        cache.copy_(before)
+        given = heads.clone()
+        torch.cuda.synchronize()
+        written = rope_latent_write(given, rank, cos_sin, positions, table, cache)
+        found = latent_attention(written, cache, rank, table, *kind, scratch, None, NO_SCALES, True)
+        assert torch.equal(found, expected)
+
+
 @sync_mode_warns
 @pytest.mark.parametrize("width", [1, 4])
 def test_it_is_captured_and_asks_nothing_of_the_host(width: int) -> None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernel_cases.inputs import HeadShape, attention_inputs, tree_inputs
 from overlap_spec_kernels import LatentScratch, latent_attention, latent_tree_attention, rope_latent_write
+from overlap_spec_kernels.attention import latent_decode
 from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.attention.latent_attention import MOST_SCRATCH_BYTES, _Rows, _tiling
+from overlap_spec_kernels.attention.latent_decode import Pieces, Windows
 from torch import Tensor
 
 F64, CPU = torch.float64, torch.device("cpu")
@@ -102,6 +104,41 @@ def test_a_wrong_place_is_named() -> None:
 def test_scratch_is_no_larger_than_is_counted(num_heads: int) -> None:
     scratch = LatentScratch.allocate(num_heads, 512, torch.device("meta"))
     assert scratch.sums.nbytes + scratch.stats.nbytes <= 1.01 * MOST_SCRATCH_BYTES
+
+
+def windows(
+    heads: int = 20, width: int = 1, requests: int = 1, columns: int = 576, dtype: torch.dtype = torch.bfloat16
+) -> Windows:
+    """Of a captured step."""
+    q = torch.empty(requests * width, heads, columns, dtype=dtype, device="meta")
+    cache = torch.empty(9, 16, 1, columns, dtype=dtype, device="meta")
+    positions = torch.empty(requests * width, dtype=torch.int64, device="meta")
+    return Windows(q, cache, torch.empty(requests, 7, dtype=torch.int32, device="meta"), positions)
+
+
+def test_what_the_kernel_of_few_rows_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = LatentScratch.allocate(20, 512, torch.device("meta"))
+    pieces, takes = Pieces(scratch.unit, scratch.sums, scratch.stats), latent_decode.takes
+    assert not takes(windows(), 512, pieces), "no Hopper"
+    monkeypatch.setattr(latent_decode, "runs_hopper", lambda device: True)
+    assert takes(windows(), 512, pieces) and takes(windows(width=4, requests=256), 512, pieces)
+    assert takes(windows(16, 5), 512, pieces) and not takes(windows(width=5), 512, pieces), "100 pairs"
+    assert not takes(windows(128), 512, pieces) and not takes(windows(requests=257), 512, pieces)
+    assert not takes(windows(columns=320), 256, pieces) and not takes(windows(columns=560), 496, pieces)
+    assert not takes(windows(dtype=torch.float16), 512, pieces)
+    few = Pieces(64, scratch.sums[: 2 * 24 * 512], scratch.stats)
+    assert takes(windows(requests=2), 512, few) and not takes(windows(requests=3), 512, few), "a slot for each"
+    unaligned = windows()._replace(q=torch.empty(1, 20, 580, dtype=torch.bfloat16, device="meta")[:, :, :576])
+    assert not takes(unaligned, 512, pieces)
+    assert [windows(heads).padded for heads in (20, 40, 41, 80)] == [24, 40, 48, 80]
+
+
+def test_rings_fit_the_shared_memory_of_a_hopper() -> None:
+    """Beside 5 KB, and 10 KB of 80 pairs, that the compiler counts."""
+    for padded, boxes in ((8, 24), (24, 23), (40, 20), (80, 13)):
+        assert latent_decode._boxes(padded) == boxes
+        own = 2600 + 96 * padded + 16 * boxes
+        assert 11 * 128 * padded + boxes * 64 * 128 + own <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(("dtype", "pairs", "expected"), [

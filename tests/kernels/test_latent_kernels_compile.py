@@ -3,13 +3,14 @@
 The interpreter accepts what the compiler does not. No GPU is needed.
 """
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import triton
-from overlap_spec_kernels.attention import _latent_attention_kernel, latent_heads, rope_latent_write
-from overlap_spec_kernels.attention.latent_attention import _Rows, _Tiling, _tiling
+from overlap_spec_kernels.attention import _latent_attention_kernel, latent_decode, latent_heads, rope_latent_write
+from overlap_spec_kernels.attention.latent_attention import UNIT, _Rows, _Tiling, _tiling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,7 +23,7 @@ OF_A_MODEL += "x_ptr", "turned_ptr", "norm_ptr"
 FLOATS = ("scale_log2", "v_scale", "inverse_scale", "eps")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 BFLOAT, FLOAT, E4M3, E5M2 = NAMES
-SHARED = {"HEADS": 20, "RANK": 512, "UNIT": 128, "WINDOW": 0, "BLOCK_B": 256, "PDL": True}
+SHARED = {"HEADS": 20, "RANK": 512, "UNIT": UNIT, "WINDOW": 0, "BLOCK_B": 256, "PDL": True}
 
 
 def tiling_of(dtype: torch.dtype, pairs: int) -> _Tiling:
@@ -92,6 +93,18 @@ def test_adding_pieces(uniform: bool) -> None:
         "TREE": False, "UNIFORM": uniform, "BLOCK_H": 32, "BLOCK_C": 128, "AT_ONCE": 16,
     }  # fmt: skip
     compiled(_latent_attention_kernel.add_pieces_kernel, constants, 1, 2, BFLOAT, BFLOAT)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("heads", "width", "padded"), [(20, 1, 24), (20, 4, 80)])
+def test_windows_of_decode(heads: int, width: int, padded: int) -> None:
+    """No product waits for another one."""
+    division = (f"WIDTH={width}", f"HEADS={heads}", f"UNIT={UNIT}", "READ_BEFORE_WAIT=1")
+    kernels = latent_decode._attention(division, 16, padded), latent_decode._addition(division, padded, 160)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(kernel._code._compile() for kernel in kernels)
 
 
 @pytest.mark.parametrize(("kv_dtype", "paged"), [(BFLOAT, True), (E4M3, False)])

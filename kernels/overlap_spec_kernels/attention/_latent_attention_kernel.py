@@ -95,18 +95,21 @@ def pieces_have_slots(num_tiles: tl.tensor, num_pieces: tl.tensor, num_slots: in
 
 @TritonKernel
 def pieces_of(num_keys: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
-    """Into how many pieces the keys 0..num_keys - 1 are cut: 16 of UNIT, 24 of 2 UNIT, others of 4 UNIT."""
+    """Into how many pieces the keys 0..num_keys - 1 are cut: 16 of UNIT, 8 of 2 UNIT, 120 of 4, others of 8."""
     near = tl.cdiv(tl.minimum(num_keys, 16 * UNIT), UNIT)
-    middle = tl.cdiv(tl.minimum(tl.maximum(num_keys - 16 * UNIT, 0), 48 * UNIT), 2 * UNIT)
-    return near + middle + tl.cdiv(tl.maximum(num_keys - 64 * UNIT, 0), 4 * UNIT)
+    middle = tl.cdiv(tl.minimum(tl.maximum(num_keys - 16 * UNIT, 0), 16 * UNIT), 2 * UNIT)
+    far = tl.cdiv(tl.minimum(tl.maximum(num_keys - 32 * UNIT, 0), 480 * UNIT), 4 * UNIT)
+    return near + middle + far + tl.cdiv(tl.maximum(num_keys - 512 * UNIT, 0), 8 * UNIT)
 
 
 @TritonKernel
 def piece_start(piece: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
     """The first key of a piece."""
     middle = 16 * UNIT + (piece - 16) * (2 * UNIT)
-    far = 64 * UNIT + (piece - 40) * (4 * UNIT)
-    return tl.where(piece < 16, piece * UNIT, tl.where(piece < 40, middle, far))
+    far = 32 * UNIT + (piece - 24) * (4 * UNIT)
+    farthest = 512 * UNIT + (piece - 144) * (8 * UNIT)
+    near = tl.where(piece < 16, piece * UNIT, middle)
+    return tl.where(piece < 24, near, tl.where(piece < 144, far, farthest))
 
 
 @TritonKernel
@@ -259,9 +262,24 @@ def _attend_to_block(
     new_highest = tl.maximum(highest, tl.max(scores, axis=0))
     p = tl.exp2(scores - new_highest[None, :])
     rescale = tl.exp2(highest - new_highest)
-    denominator = tl.fma(denominator, rescale, tl.sum(p, axis=0))
+    denominator = tl.fma(denominator, rescale, sum_of_weights(p, dtype))
     acc = tl.dot(tl.trans(latent), p.to(dtype), acc * rescale[None, :], input_precision="ieee")
     return acc, new_highest, denominator
+
+
+@TritonKernel
+def sum_of_weights(p: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Of a block of at most 128 keys, whose weights are at most 1. Shapes: p [n, h] -> [h].
+
+    In 16 bits they are added as whole numbers, of 2^-23: such a sum has the same bits in any order, and so in a kernel
+    whose threads have other keys. That is finer than what weights are rounded to before they meet values.
+    """
+    if dtype == tl.float32:
+        total = tl.sum(p, axis=0)
+    else:
+        units = (p + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+        total = tl.sum(units, axis=0).to(tl.float32) * (1.0 / (1 << 23))
+    return total
 
 
 @TritonKernel

@@ -5,7 +5,7 @@
 It is for windows of decode, for chunks of prompts and for trees alike. A tile has pairs of a row and a head of one
 request; the keys of a tile are cut into pieces whose ends are places in the sequence, the same ones for every length:
 
-    UNIT = 128 keys     16 pieces of 128 | 24 of 256 | others of 512        and of a tree's rows, its extra keys
+    UNIT = 64 keys     16 pieces of 64 | 8 of 128 | 120 of 256 | others of 512     and of a tree's rows, its extra keys
 
 A piece has an online softmax of its own, and pieces are added in their order. So a row's result has the same bits
 whatever rows are beside it, in its request or in others, in decode and in a prompt. Programs take one piece after
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention import latent_decode
 from overlap_spec_kernels.attention._latent_attention_kernel import add_pieces_kernel, latent_attention_kernel
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
@@ -28,12 +29,12 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention_referen
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MASK_BITS
 
-UNIT = 128  # keys of a request's first pieces: one costs about as much to add as reading a third of its keys
+UNIT = 64  # keys of a request's first pieces, which a program takes at once
 MAX_RANK, MAX_ROPE = 512, 64  # two blocks of such keys, and their queries, fill the shared memory of a Hopper
 STEP = 8  # columns that both are a multiple of: rows of 40 and 10 in float32 were read at misaligned addresses
 _MOST_PAIRS = 64  # of a tile: its sums fill the registers of 8 warps
-_SLOTS = 4096  # pieces of one row's heads that there is memory for, but no more than:
-_MOST_FLOATS = 1 << 25
+_SLOTS = 8192  # pieces of one row's heads that there is memory for, but no more than:
+_MOST_FLOATS = 1 << 26
 MOST_SCRATCH_BYTES = 4 * _MOST_FLOATS  # of a `LatentScratch`, but for a hundredth
 _SHARED_BYTES = 227 * 1024  # of a Hopper
 _KEYS, _KEYS_F32 = 64, 16  # of a block
@@ -79,6 +80,7 @@ def latent_attention(
     scratch: LatentScratch,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    read_before_wait: bool = False,
 ) -> Tensor:
     """softmax(q K^T * scale) V, where the row at position p attends to keys 0..p of its request; V are latents.
 
@@ -86,6 +88,7 @@ def latent_attention(
     to request b, at ascending positions; without row_starts every request has as many. The rows' own keys are in the
     cache (`rope_latent_write`). Page-table entries beyond a request's last position are never followed. Scores,
     softmax and sums are float32 (float64 for float64), weights are rounded to q's dtype before they meet values.
+    read_before_wait: as of `decode_attention`; another kernel writes q and the rows' own keys before this one.
     Shapes: q [T, n, rank + rope], cache [num_pages, page_size, 1, rank + rope], page_table [B, P] i32, row_starts
     [B + 1] i32, positions [T] i64 -> [T, n, rank]. Raises: ValueError naming the argument. Sync: never on CUDA.
     """
@@ -98,6 +101,11 @@ def latent_attention(
         require(fits, "row_starts", "[B + 1] int32")
     if not runs_triton(q):
         return latent_attention_reference(q, cache, rank, page_table, row_starts, positions, scale, window, scales)
+    windows = latent_decode.Windows(q, cache, page_table, positions)
+    pieces = latent_decode.Pieces(scratch.unit, scratch.sums, scratch.stats)
+    is_plain = row_starts is None and window is None and scales == NO_SCALES
+    if is_plain and latent_decode.takes(windows, rank, pieces):
+        return latent_decode.attend(windows, scale, pieces, scratch.num_programs, read_before_wait)
     return _run(_Rows(q, cache, rank, page_table, row_starts, positions), None, scale, scratch, window, scales)
 
 

@@ -187,8 +187,8 @@ class PagedLatents(PagedAttention):
         q = self._written(layer, heads, rows.positions, places)
         if rows.read is not None:
             assert rows.read.rows is not None
-            q, rows = q[rows.read.index], rows.read.rows
-        return self._attended(layer, q, rows).flatten(1)
+            q, rows, read_before_wait = q[rows.read.index], rows.read.rows, False
+        return self._attended(layer, q, rows, read_before_wait).flatten(1)
 
     def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
         """Write the rows into the cache of layer `index`. Shapes: projected [T, r + dr]."""
@@ -201,12 +201,12 @@ class PagedLatents(PagedAttention):
         rank, scale = layer.v_cache.shape[3], layer.scales.k
         return write(heads, rank, layer.cos_sin, positions, places, layer.k_cache, scale)
 
-    def _attended(self, layer: PagedLayer, q: Tensor, rows: RowBatch) -> Tensor:
+    def _attended(self, layer: PagedLayer, q: Tensor, rows: RowBatch, read_before_wait: bool) -> Tensor:
         """Shapes: q [T, n, r + dr] -> [T, n, r]."""
         shared = (q, layer.k_cache, layer.v_cache.shape[3], rows.page_table)
         kind = (layer.shape.scale, self._latent_scratch, layer.window, layer.scales)
         if (tree := rows.tree) is None:
-            return latent_attention(*shared, rows.row_starts, rows.positions, *kind)
+            return latent_attention(*shared, rows.row_starts, rows.positions, *kind, read_before_wait)
         mask = tree.near(rows.positions, layer.window)
         return latent_tree_attention(*shared, tree.prefix, tree.cache_rows, mask, rows.positions, *kind)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 CPU = torch.device("cpu")
 SIZES = [(16, 8), (24, 10), (40, 16)]  # rank and rotated columns: a block, or a part of one
-UNIT = 16  # keys of the first pieces: 300 are 16 of them and one of 32; 1100 are 40 and two
+UNIT = 16  # keys of the first pieces: 300 are 16 of them and two of 32; 1100 are 24 and ten of 64
 # Programs, and rows and heads that there is memory for: enough for every piece, or so little that tiles are whole.
 MEMORY = {"pieces": (7, 4096), "tiles": (1, 16)}
 
@@ -87,6 +87,12 @@ def test_other_heads(num_heads: int, memory: str) -> None:
 @pytest.mark.parametrize("requests", [[(27, 5), (0, 14), (16, 1)], [(1090, 5), (0, 3), (40, 30)], [(0, 70)]])
 def test_chunks(requests: list[tuple[int, int]], memory: str) -> None:
     check(rows_of(5, (24, 8), requests, 16, False), memory)
+
+
+@pytest.mark.slow
+def test_the_longest_pieces() -> None:
+    """From 8192 keys on they have 128."""
+    check(rows_of(1, (16, 8), [(8300, 2)], 16, True), "pieces")
 
 
 @pytest.mark.slow
