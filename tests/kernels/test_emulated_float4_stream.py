@@ -92,7 +92,7 @@ def product(x: Tensor, weight: Float4Matrices, bias: Tensor | None, expert: int)
 
 @pytest.mark.parametrize("case", cases(GATES))
 def test_gate_and_up(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """It begins before experts are chosen, and before x is there."""
+    """The kernel starts before the router has chosen experts, and before x is written."""
     weight, x = stack_of(case.group, 2 * case.size_n, case.size_k, 2), row_of(1, case.size_k)
     experts = torch.randperm(EXPERTS)[None, : case.top_k].contiguous()
     bias = torch.randn(EXPERTS, 2 * case.size_n).to(BFLOAT) if case.ends else None

@@ -25,7 +25,7 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 _HEADS_PER_PROGRAM = 4
 _BLOCK_K, _MOST_FEW = 64, 64  # columns of x that a program multiplies at once; rows that are few
 _HELD_ROWS, _HELD_K = 16, 512  # most rows, and columns of x, of programs that multiply all of K at once
-_HELD_N, _HELD_WARPS = 64, 4  # columns of the result of such a program: with 32, 4 rows took 1 to 2 us longer
+_HELD_N, _HELD_WARPS = 64, 4  # columns of the result of such a program: with 32, 4 rows took longer
 _DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -10,3 +10,10 @@ __device__ __forceinline__ u16 rounded(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
     return result;
 }
+
+// Of a pair the first one is in the low bits.
+__device__ __forceinline__ u32 round2(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}

@@ -87,6 +87,24 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 
 __device__ __forceinline__ void wait(u64* barrier, u32 parity) { wait(shared(barrier), parity); }
 
+// A place in a ring: a stage, and the parity of its barriers' phase.
+template <int RING_STAGES>
+struct RingPlace {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == RING_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ int quotient_up(int numerator, int denominator) {
+    return (numerator + denominator - 1) / denominator;
+}
+
 // ---- the copy engine ----
 
 __device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64* barrier, int k, int row) {

@@ -139,9 +139,9 @@ def _of_small(num_rows: int, weight: Tensor, gated: bool) -> Stream:
 def _several(weight: Tensor) -> Stream | None:
     """Programs that share a multiprocessor, where too many of those would idle while the others end: of large weights.
 
-    With one on each, 180 blocks are two for each of 90: gpt-oss's queries to its output took 20.1 us for 4 rows, and
-    18.5 with two on some. Of more rounds the last one matters less, and deep rings are faster. The last stage of K may
-    not be full.
+    If each multiprocessor has one program, a weight of 180 blocks (gpt-oss's output of attention) gives 90 of them two
+    blocks and leaves the other 42 idle. If there are more rounds, the idle time of the last one matters less, and a
+    deep ring is faster. The last stage of K may be partly empty.
     """
     multiprocessors = num_multiprocessors(weight.device)
     rounds, rest = divmod(ceil_div(weight.shape[0], 16), multiprocessors)

@@ -2,10 +2,6 @@
 // and latent_pieces.cu. A request has one tile.
 #pragma once
 
-__device__ __forceinline__ int quotient_up(int numerator, int denominator) {
-    return (numerator + denominator - 1) / denominator;
-}
-
 // Pieces of the keys 0 .. num_keys - 1: 16 of UNIT, 8 of 2 UNIT, 120 of 4 UNIT, others of 8 UNIT.
 __device__ __forceinline__ int pieces_of(int num_keys) {
     int near = quotient_up(min(num_keys, 16 * UNIT), UNIT);

@@ -69,22 +69,7 @@ struct Barriers {
     u64 empty[STAGES];
 };
 
-// A place in the ring: a stage, and the parity of its barriers' phase.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-__device__ __forceinline__ int quotient_up(int numerator, int denominator) {
-    return (numerator + denominator - 1) / denominator;
-}
+using Place = RingPlace<STAGES>;
 
 #include "paged_chunks_parts.cuh"  // Part, part_of_program(work, rank)
 #include "paged_chunks_softmax.cuh"  // Softmax

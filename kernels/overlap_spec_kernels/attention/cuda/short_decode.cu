@@ -13,7 +13,7 @@
 //     new     [K, V][16 keys][HEAD]                     of the new rows; in the last program
 //     ring    [warp][stage][K, V][16 keys][HEAD]        later [warp][16 pairs][HEAD] sums in float32
 //     inbox   [program of the cluster][16 pairs][SLICE] sums in float32
-#include "hopper.cuh"
+#include "bfloat16.cuh"
 
 struct Work {
     const u16* qkv;              // [T, (KV_HEADS * GROUP + 2 KV_HEADS) HEAD], rows qkv_stride apart
@@ -66,12 +66,6 @@ struct Part {
 
 // Pieces of eight rows lie in eight places, whose banks differ.
 __device__ __forceinline__ int place_of(int row, int piece) { return row * (HEAD * 2) + (piece ^ row % 8) * 16; }
-
-__device__ __forceinline__ u32 round2(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
 
 #include "short_decode_rows.cuh"
 #include "short_decode_softmax.cuh"

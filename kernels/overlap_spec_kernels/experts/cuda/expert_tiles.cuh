@@ -2,7 +2,7 @@
 // columns.
 #pragma once
 
-#include "hopper.cuh"
+#include "bfloat16.cuh"
 #include "wgmma.h"  // SIZES numbers of rows: multiply(sums, w, x, add) for each; size_of(live), rows_of(size), FOR_ROWS
 
 // What the kernel is given beside the maps of W and x; the same fields in quantized_products.py.
@@ -25,17 +25,7 @@ struct Maps {
     TensorMap of[SIZES];
 };
 
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Place = RingPlace<STAGES>;
 
 struct Tiles {
     int ends[EXPERTS];        // number of tiles of an expert and of all before it
@@ -114,12 +104,6 @@ __device__ __forceinline__ void add_chunk(float (&y)[SUMS], float (&part)[SUMS],
     settle(part);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) y[i] = __fmaf_rn(part[i], i % 4 < 2 ? upper : lower, y[i]);
-}
-
-__device__ __forceinline__ u32 round2(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 // Eight rows of W by two of x become two rows of eight columns.

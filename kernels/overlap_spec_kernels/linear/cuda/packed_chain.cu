@@ -86,18 +86,7 @@ struct Common {
     uint4 zeros;  // in place of rows that x does not have
 };
 
-// A place in the ring, and the parity of its barriers' phase.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Place = RingPlace<STAGES>;
 
 // Tiles of a linear, and a part of its K.
 struct Item {

@@ -128,18 +128,7 @@ struct Item {
     static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
 };
 
-// A place in the ring: a stage, and the parity of its barriers' phase.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Place = RingPlace<STAGES>;
 
 #include "packed_products_ends.cuh"  // finish(sums, scales, work, item, row_scales, staging)
 

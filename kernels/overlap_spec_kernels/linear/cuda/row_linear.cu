@@ -6,7 +6,7 @@
 //
 //     SIZE_K  columns of x     WARPS  of a program, which divide K     WIDE  1: the weight of the norm is float32
 
-#include "hopper.cuh"
+#include "bfloat16.cuh"
 
 struct Work {
     const u16* x;         // [K]
@@ -22,14 +22,6 @@ constexpr int ROW_BYTES = SIZE_K * 2, PITCH = ROW_BYTES + 16;  // rows lie in di
 constexpr int X_AT = 16 * PITCH;
 constexpr int STEPS = SIZE_K / 16 / WARPS;  // of 16 columns, of a warp
 static_assert(STEPS * 16 * WARPS == SIZE_K && STEPS % 2 == 0);
-
-__device__ __forceinline__ float bfloat16(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 result;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
-    return result;
-}
 
 // A warp's columns of x.
 __device__ __forceinline__ void place_x(char* memory, const u16* x) {

@@ -76,18 +76,7 @@ struct Tile {
     static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
 };
 
-// A place in a ring: a stage, and the parity of its barriers' phase.
-struct Place {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+using Place = RingPlace<STAGES>;
 
 #include "wide_linear_ends.cuh"  // finish(sums, work, tile, staged, group)
 
