@@ -24,7 +24,7 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, TensorMap, box_map,
 SOURCE = Path(__file__).parent / "cuda" / "expert_float4.cu"
 _GATE_COLUMNS, _MOST_WARPS = 8, 16  # of gate and of up of a warp; warps of a program
 _CHUNK = 3  # tiles of a stage: of fewer the copies are smaller, of more the last ones come later
-_GATE_STAGES, _DOWN_STAGES = 4, 8  # at most: the first of more that are on their way arrive later
+_GATE_STAGES, _DOWN_STAGES = 6, 8  # at most
 _GATE_BYTES, _DOWN_BYTES = 222 << 10, 110 << 10  # of shared memory: a multiprocessor has two programs of the second
 
 

@@ -141,12 +141,16 @@ struct Barriers {
     }
 };
 
+constexpr int AT_ONCE = 2;  // chunks that are on their way: the first of more would arrive later
+
 // All of W, by the warp that asks: a lane for each of `warps`.
 __device__ __forceinline__ void bring_all(char* memory, Barriers& barriers, const TensorMap* map, Place at, int warps) {
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int chunk = 0, stage = 0, parity = 1; chunk < CHUNKS; ++chunk) {
         u64* full = barriers.full + stage;
+        int earlier = chunk - AT_ONCE;
+        if (earlier >= 0) wait(barriers.full + earlier % STAGES, earlier / STAGES % 2);
         wait(barriers.read + stage, parity);  // the first time it is free
         if (lane == 0) expect(full, warps * STAGE);
         __syncwarp();
