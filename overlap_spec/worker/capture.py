@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from overlap_spec_kernels import NotMadeError, made_before
 
 from overlap_spec.models.layers.layer_run import skipping_layers
-from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import COMMON_WORK, EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.step import NO_MARKS, GraphMarks, ProfileMarks
 
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
@@ -100,15 +101,18 @@ class CudaRecorder:
 class Parts(Generic[Forwarded, Judged]):
     """The parts of one step on one input, operation by operation.
 
-    `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes. `absorb`: the
-    part of `draft` that is the same in every kind, and what takes its place where nothing is proposed.
+    `draft`: proposes windows of `width`, those of `narrower` other ones; None where there is nothing to draft.
+    `draft_work`: what of a kind of sampling a draft takes. `absorb`: the part of `draft` that is the same in all kinds,
+    and what takes its place where nothing is proposed.
     """
 
     forward: Callable[[], Forwarded]
     judge: Callable[[Forwarded, SamplingWork], Judged]
     draft: Callable[[Forwarded, SamplingWork], None] | None
+    width: int
     draft_work: Callable[[SamplingWork], SamplingWork]
     marks: ProfileMarks = NO_MARKS
+    narrower: tuple[tuple[int, Callable[[Forwarded, SamplingWork], None]], ...] = ()
     absorb: Callable[[Forwarded], object] | None = None
 
 
@@ -140,12 +144,12 @@ class KindGraphs(Generic[Judged]):
 
 @dataclass(frozen=True)
 class PartGraphs(Generic[Forwarded, Judged]):
-    """The parts of one step, captured: the layers, kinds of sampling, and the draft of each kind that has one."""
+    """The parts of one step, captured: layers, kinds of sampling, and drafts, by width of what they propose, too."""
 
     layers: Replay
     forwarded: Forwarded
     kinds: dict[SamplingWork, KindGraphs[Judged]]
-    drafts: dict[SamplingWork, Replay]
+    drafts: dict[tuple[int, SamplingWork], Replay]
 
 
 def capture_parts(
@@ -170,8 +174,9 @@ def capture_parts(
         if work not in drafts:
             drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
         kinds[kind] = KindGraphs(judged, judge, partial(parts.marks.replayed, (*marks, *drafts[work][1])))
-    shared = {kind: drafts[work][0] for kind in SAMPLING_WORK if (work := parts.draft_work(kind)) in drafts}
-    return PartGraphs(layers, forwarded, kinds, shared)
+    works = {(parts.width, kind): parts.draft_work(kind) for kind in SAMPLING_WORK}
+    shared = {key: drafts[work][0] for key, work in works.items() if work in drafts}
+    return PartGraphs(layers, forwarded, kinds, shared | _capture_narrower(parts, forwarded, recorder))
 
 
 def capture_layers(
@@ -216,7 +221,8 @@ def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> N
         parts.judge(forwarded, kind)
     if parts.draft is not None:
         for kind in dict.fromkeys(map(parts.draft_work, runs.draft)):
-            parts.draft(forwarded, kind)
+            for draft in (parts.draft, *(narrower for _, narrower in parts.narrower)):
+                draft(forwarded, kind)
     if parts.absorb is not None:
         parts.absorb(forwarded)
 
@@ -228,6 +234,19 @@ def _capture_draft(
         return _nothing, ()
     draft, _ = _record(parts, recorder, "draft", partial(parts.draft, forwarded, parts.draft_work(kind)), kind)
     return draft, parts.marks.captured()
+
+
+def _capture_narrower(
+    parts: Parts[Forwarded, Judged], forwarded: Forwarded, recorder: GraphRecorder
+) -> dict[tuple[int, SamplingWork], Replay]:
+    """Of the kinds of sampling that most requests ask for. A draft that proposes nothing is the same in all."""
+    replays: dict[tuple[int, SamplingWork], Replay] = {}
+    for (width, draft), kind in product(parts.narrower, COMMON_WORK):
+        work = parts.draft_work(kind) if width > 1 else GREEDY_WORK
+        if (width, work) not in replays:
+            replays[width, work], _ = _record(parts, recorder, "draft", partial(draft, forwarded, work), kind)
+        replays[width, kind] = replays[width, work]
+    return replays
 
 
 def _nothing() -> None:

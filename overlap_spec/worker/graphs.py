@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: what is captured, by shape, and how a step is put into what holds it.
 
-Windows alone, prompts alone and placed windows have graphs of all their parts (`capture.py`). Windows and prompts
+Windows alone, prompts alone and placed windows have graphs of all their parts (`capture.py`), prompts of a small model
+for each width that they propose: to launch their draft takes the host longer than all else. Windows and prompts
 together have one of the layers alone, which take the host longer than the device operation by operation; what follows
 is launched while they run. So it is for rare kinds of sampling after prompts of a large model.
 
@@ -22,7 +23,7 @@ these are captured once more with page tables that end at `SHORT_CONTEXT`; the h
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -181,11 +182,9 @@ AllRows = tuple[Any, ...]  # what the layers gave, of each part
 class CapturedPart(Part):
     """A part whose steps are replayed. The same object in every step of its shape."""
 
-    def __init__(self, kind: PartKind, graphs: PartGraphs[AllRows, Published], width: int) -> None:
-        """`width`: of the windows that its draft, which is captured, proposes."""
+    def __init__(self, kind: PartKind, graphs: PartGraphs[AllRows, Published]) -> None:
         super().__init__(kind, graphs.forwarded[0])
         self._graphs = graphs
-        self._width = width
 
     def decide(self, work: SamplingWork) -> Published:
         """A kind that is not captured is launched while the layers run."""
@@ -196,11 +195,12 @@ class CapturedPart(Part):
         return graphs.judged
 
     def draft(self, work: SamplingWork, width: int) -> None:
-        """Whole windows are captured of prompts; narrower ones have few launches."""
-        if self.kind.proposed(width) < self._width or work not in self._graphs.drafts:
+        """Narrower windows after prompts of a large model are launched, and rare kinds."""
+        replay = self._graphs.drafts.get((self.kind.proposed(width), work))
+        if replay is None:
             self.kind.draft(self.rows, work, width)
         else:
-            self._graphs.drafts[work]()
+            replay()
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class GraphRunner:
             layers, rows = capture_layers(parts, recorder, "layers together", runs)
             return Captured(inputs, layers, tuple(map(Part, kinds, rows)))
         graphs = capture_parts(parts, recorder, runs, self._sizes.kinds(shape))
-        return Captured(inputs, graphs.layers, (CapturedPart(kinds[0], graphs, shape.width),))
+        return Captured(inputs, graphs.layers, (CapturedPart(kinds[0], graphs),))
 
     def _parts(self, shape: StepShape, inputs: tuple[Tensor, ...]) -> Parts[AllRows, Published]:
         """All that a step of this shape launches. Of prompts, whole windows are proposed."""
@@ -316,9 +316,12 @@ class GraphRunner:
         def judge(rows: AllRows, work: SamplingWork) -> Published:
             return [kind.decide(each, work) for kind, each in zip(kinds, rows, strict=True)][-1]
 
-        def draft(rows: AllRows, work: SamplingWork) -> None:
+        def draft(widths: Sequence[int], rows: AllRows, work: SamplingWork) -> None:
             for kind, each, width in zip(kinds, rows, widths, strict=True):
                 kind.draft(each, work, width)
+
+        alone = drafts and not shape.slots and not self._sizes.hides_rare
+        narrow = [each for each in self._sizes.widths if alone and eager.prompts.proposed(each) < self._sizes.width]
 
         def absorb(rows: AllRows) -> list[Any]:
             return [eager.prompts.absorb(rows[-1], proposes) for proposes in (True, False)]
@@ -326,8 +329,10 @@ class GraphRunner:
         parts = Parts(
             forward=lambda: eager.run_layers(shape, *inputs),
             judge=judge,
-            draft=draft if drafts else None,
+            draft=partial(draft, widths) if drafts else None,
+            width=kinds[-1].proposed(widths[-1]),
             draft_work=self._method.draft_work,
+            narrower=tuple((width, partial(draft, [width])) for width in narrow),
             absorb=absorb if shape.prompts and drafts else None,
         )
         return replace(parts, marks=eager.windows.marks) if kinds[0] is eager.windows else parts

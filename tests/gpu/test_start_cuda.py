@@ -115,7 +115,7 @@ def test_a_capture_loads_its_kernels_and_is_made_again_for_what_launches_share()
         kernel[1,](forwarded, TERM=1 + SAMPLING_WORK.index(kind))
         return forwarded.add_(counters())
 
-    parts = Parts(total.zero_, judge, None, lambda kind: kind)
+    parts = Parts(total.zero_, judge, None, 1, lambda kind: kind)
     with no_collection():
         graphs = capture_parts(parts, recorder, run=NO_RUN)
     recorder.finish()

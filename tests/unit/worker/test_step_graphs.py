@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 from support.graph_runners import runner_of
 from support.plans import plan_of
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
@@ -13,6 +15,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.context import COMMON_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.speculative.interfaces import Guesses, SlotBatch
 from overlap_spec.worker import capture, graphs as graphs_module
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -54,7 +57,7 @@ def captured(executor: Executor) -> Captured:
     widths = tuple(width for width in WIDTHS if width <= executor.slots.width)
     windows, prompts, both = ReplayedParts(), ReplayedParts(), ReplayedParts()
     runner_of(executor, SIZES, widths).capture(windows)
-    runner_of(executor, prompts=SHAPES).capture(prompts)
+    runner_of(executor, (), widths, SHAPES).capture(prompts)
     runner = runner_of(executor, SIZES, widths, SHAPES)
     runner.capture(both)
     executor.use(runner)
@@ -66,7 +69,8 @@ def captured(executor: Executor) -> Captured:
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     graphs = captured(executor_of("EAGLE3"))
     assert graphs.decode == {"layers": 6, "judge": 6 * KINDS, "draft": 4 * DRAFTS, "catch up": 2}, "none at width 1"
-    assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
+    narrower = 1 + len(COMMON_WORK)  # one that proposes nothing, and those that propose one guess
+    assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * (DRAFTS + narrower)}
 
 
 @pytest.mark.slow
@@ -113,6 +117,20 @@ def test_a_replay_is_the_launched_step(method: str, topk: int) -> None:
         assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
 
 
+def noted_guesses(executor: Executor) -> list[tuple[int, list[int]]]:
+    """A list that gets every guess from now on, with its slot; graphs have more slots than those of requests."""
+    found: list[tuple[int, list[int]]] = []
+    place = executor.slots.set_guesses
+
+    def noting(batch: SlotBatch, guesses: Guesses) -> None:
+        of_slots = zip(batch.slots.tolist(), guesses.tokens.T.tolist(), strict=True)
+        found.extend((slot, tokens) for slot, tokens in of_slots if slot != executor.slots.dummy)
+        place(batch, guesses)
+
+    executor.slots.set_guesses = noting  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("method", [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1)], ids=str)
@@ -120,12 +138,29 @@ def test_a_replay_is_the_launched_step(method: str, topk: int) -> None:
 def test_prompts_that_propose_narrow_windows_are_replayed_as_they_are_launched(
     method: tuple[str, int], first_width: int
 ) -> None:
-    """Their drafts are captured for whole windows alone."""
     launched, replayed = executor_of(*method), executor_of(*method)
     captured(replayed)
+    guesses = [noted_guesses(executor) for executor in (launched, replayed)]
     with remembering_no_rows():
-        for sampling in list(SAMPLINGS.values())[::2]:
+        for sampling in (*SAMPLINGS.values(), structs.replace(SAMPLINGS["sampled"], min_new_tokens=0)):
             assert run(replayed, sampling, first_width) == run(launched, sampling, first_width)
+    assert guesses[0] and guesses[1] == guesses[0]
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("method", ["EAGLE3", "STANDALONE"])
+def test_no_draft_is_launched_after_prompts_of_a_small_model(method: str) -> None:
+    """Whatever width its policy asks for: launches take the host longer than the device all of the step."""
+    executor, launched = executor_of(method), list[int]()
+    captured(executor)
+    prompts = [held.parts[0] for shape, held in executor.runner._captured.items() if shape.prompts]
+    for part in prompts:
+        draft = lambda rows, work, width: launched.append(width)  # noqa: E731
+        part.kind = SimpleNamespace(proposed=part.kind.proposed, draft=draft)
+    with remembering_no_rows():
+        for width in WIDTHS:
+            run(executor, SAMPLINGS["greedy"], width)
+    assert len(prompts) == len(SHAPES) and launched == []
 
 
 @pytest.mark.full_but_every(2)
