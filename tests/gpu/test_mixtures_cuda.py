@@ -43,6 +43,7 @@ from overlap_spec.models.layers.norm import RMSNorm, WideRMSNorm
 PLACE = torch.device("cuda", 0)
 BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 1024, 3584)  # experts, experts of a row, H, I
+GLM = (64, 4, 2048, 1536)
 Format = tuple[int, int, int, bool]  # bits, columns of a group, rows of a scale, zero points
 FORMATS: dict[str, Format | None] = {
     "16 bits": None,
@@ -204,7 +205,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["norm in bfloat16", "norm in float32"])
-@pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), QWEN, (40, 3, 512, 1152), (4, 1, 256, 17408)])
+@pytest.mark.parametrize("sizes", [(64, 10, 2048, 512), QWEN, GLM, (40, 3, 512, 1152), (4, 1, 256, 17408)])
 @pytest.mark.parametrize(
     ("stored", "dtype"), [("fp8 by block", BFLOAT), ("16 bits", BFLOAT), ("16 bits", HALF), ("int4", BFLOAT)]
 )
@@ -214,7 +215,8 @@ def test_few_rows_have_the_bits_of_more(
     """With an expert that all rows have, and in turns a result beside: 33 rows are in listed tiles, or in Triton's.
 
     One row in float8 has a first product of its own, but for the last sizes, whose tiles are too many. In 16 bits these
-    have a second product of which no three stages fit; in 4 bits that has whole lines of 256 columns, six at most.
+    have a second product of which no three stages fit, and those before, of more than four rows; in 4 bits that has
+    whole lines of 256 columns, six at most.
     """
     experts, top_k, hidden, inner = sizes
     shapes = (2 * inner, hidden), (hidden, inner)
@@ -229,7 +231,7 @@ def test_few_rows_have_the_bits_of_more(
     if stored == "16 bits":
         assert streams_sum(x, down, chosen) is own_kernel
     elif stored == "int4":
-        assert streams_sum(x, down, chosen) is (inner < 1024) and streams_gate(x, gate_up, chosen)
+        assert streams_sum(x, down, chosen) is (inner % 256 == 0 and own_kernel) and streams_gate(x, gate_up, chosen)
     else:
         assert takes_gate(x[:1], gate_up, chosen[:1]) is own_kernel
     for shared in (None, drawn(35, hidden, dtype=dtype)[-33:]):
@@ -241,7 +243,7 @@ def test_few_rows_have_the_bits_of_more(
             return [out.values, out.weighted, out.squares.t()]
 
         whole = add(0, 33)
-        for count in (1, 2, 7, 8, 9, 12, 16, 17, 24, 31, 32):
+        for count in (1, 2, 4, 7, 8, 9, 12, 16, 17, 24, 31, 32):
             for one, other in zip(add(3 % (34 - count), 3 % (34 - count) + count), whole, strict=True):
                 assert torch.equal(one, other[3 % (34 - count) :][:count]), count
 

@@ -171,6 +171,7 @@ SIXTEEN = {
     "experts of several eights, two programs": SixteenBits(Sizes(32, 3, 96, 192, experts=9), BFLOAT, 1, 3, 2, True),
     "nine rows of an expert, in float16": SixteenBits(Sizes(9, 2, 48, 384, experts=40), torch.float16, 4, 3, 1, True),
     "one expert, no slices": SixteenBits(Sizes(7, 1, 64, 64, experts=1), torch.float16, 4, 5, 1, False),
+    "four rows of one long expert, three stages": SixteenBits(Sizes(4, 2, 32, 1536, experts=3), BFLOAT, 4, 5, 1, True),
     "three rounds of rows": SixteenBits(Sizes(31, 5, 32, 128, experts=70), BFLOAT, 1, 4, 1, True),
 }
 
@@ -221,7 +222,10 @@ def test_the_sum_of_down_in_16_bits(emulator: CudaEmulator, monkeypatch: pytest.
 
 
 def test_which_sums_in_16_bits_are_others(emulator: CudaEmulator) -> None:
-    """Of one row or more than 32, in float32, of lines that K does not fill, of W of which no three stages fit."""
+    """Of one row or more than 32, in float32, of lines that K does not fill, of W of which no three stages fit.
+
+    Up to four rows have smaller stages.
+    """
     weight, experts = torch.zeros(6, 32, 768, dtype=BFLOAT), torch.zeros(33, 8, dtype=torch.int64)
     x = torch.zeros(33, 32, dtype=BFLOAT)
 
@@ -232,7 +236,8 @@ def test_which_sums_in_16_bits_are_others(emulator: CudaEmulator) -> None:
     assert not takes(weight, experts[:1]) and not takes(weight, experts) and not takes(weight.float(), experts[:2])
     assert not takes(weight[:, :, :736].contiguous(), experts[:2]) and not takes(weight[:, :24].clone(), experts[:2])
     assert takes(weight.repeat(1, 1, 2)[..., :1024].clone(), experts[:2])
-    assert not takes(weight.repeat(1, 1, 2), experts[:2])
+    assert takes(weight.repeat(1, 1, 2), experts[:4]) and not takes(weight.repeat(1, 1, 2), experts[:5])
+    assert not takes(weight.repeat(1, 1, 3), experts[:2])
     assert not takes(weight, experts[:2].repeat(1, 3)) and not takes(weight[:1].expand(1025, -1, -1), experts[:2])
 
 

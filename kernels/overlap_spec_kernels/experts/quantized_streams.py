@@ -37,6 +37,7 @@ _GROUPS_OF_TEAMS, _SLOTS = 2, 2  # of 128 columns of a warp, at most, so that re
 SUM_RING_SOURCE = SOURCE.with_name("expert_sum_ring.cu")
 _SUM_CLUSTER, _SUM_STAGES = {4: 2, 8: 2, 16: 1}, {4: 7, 8: 7, 16: 5}  # programs; of its ring at most; by bits of W
 _SUM_BLOCKS = {4: 6, 8: 6, 16: 4}  # of 128 bytes of a row of W, which registers hold, at most
+_FEW_ROWS = 4  # of x, which have smaller stages
 _LEAST_STAGES = 3  # of W in 16 bits: where only two fit, tiles of Triton are faster
 _LISTED, _MOST_EXPERTS = 8, 1024  # rows of an expert on average up to which tiles of 8 are taken from lists
 _SUM_TILES = 4  # of 16 columns, of a program of several rows
@@ -140,26 +141,28 @@ class _SumRing(NamedTuple):
     bits: int
     float16: int
     top_k: int
+    rows: int = 8  # of x that a stage has
 
     @classmethod
-    def of(cls, weight: Tensor | QuantizedStack, top_k: int) -> _SumRing:
-        """As many stages as there is room for."""
+    def of(cls, weight: Tensor | QuantizedStack, num_rows: int, top_k: int) -> _SumRing:
+        """As many stages as there is room for. In 16 bits, where that is scarce, few rows leave some to W."""
         bits = 16 if isinstance(weight, Tensor) else weight.packing.bits
         blocks, is_half = weight.shape[2] * bits // 1024, isinstance(weight, Tensor) and weight.dtype == torch.float16
         slices = next((n for n in range(1, blocks) if blocks % n == 0 and blocks // n <= _SUM_BLOCKS[bits]), blocks)
-        one = cls(blocks, slices if bits == 16 else 1, 1, _SUM_CLUSTER[bits], bits, int(is_half), top_k)
+        rows = _FEW_ROWS if bits == 16 and num_rows <= _FEW_ROWS else 8
+        one = cls(blocks, slices if bits == 16 else 1, 1, _SUM_CLUSTER[bits], bits, int(is_half), top_k, rows)
         return one._replace(stages=min((_SHARED - one.num_results) // one.num_stage, _SUM_STAGES[bits]))
 
     @property
     def num_stage(self) -> int:
-        """Bytes of a stage: W of the cluster, and eight rows of x with some bytes between them."""
+        """Bytes of a stage: W of the cluster, and rows of x with some bytes between them."""
         row = 2048 * self.blocks // self.bits
-        return self.cluster * 16 * 128 * self.blocks + 8 * (row + (16 if self.bits == 16 else 32))
+        return self.cluster * 16 * 128 * self.blocks + self.rows * (row + (16 if self.bits == 16 else 32))
 
     @property
     def num_results(self) -> int:
         """Bytes of the results of all places."""
-        return _MOST_STREAMED * self.top_k * PART * 4
+        return (_MOST_STREAMED if self.rows == 8 else self.rows) * self.top_k * PART * 4
 
     @property
     def num_bytes(self) -> int:
@@ -321,7 +324,7 @@ def sum_down(
     sizes = x.stride(0), residual.stride(0), rows, num_rows, columns, scale_rows, 1, num_experts
     work, given = _Work(*pointers, *sizes), (shared is not None, norm.weight.dtype == torch.float32, x.device)
     if isinstance(weight, Tensor) or _sums_in_ring(weight, routing.experts):
-        ring = _SumRing.of(weight, top_k)
+        ring = _SumRing.of(weight, num_rows, top_k)
         _sum_ring(ring, *given).launch(rows // PART, (_boxes(weight, 2 * ring.cluster, ring.slices), work))
     else:
         shape = _sum_shape(weight, num_rows, top_k)
@@ -332,7 +335,7 @@ def sum_down(
 
 def _sums_in_ring(weight: Tensor | QuantizedStack, experts: Tensor) -> bool:
     """Whether `sum_down` reads each expert once. Shapes: experts [T, k]."""
-    (num_experts, rows, _), ring = weight.shape, _SumRing.of(weight, experts.shape[1])
+    (num_experts, rows, _), ring = weight.shape, _SumRing.of(weight, *experts.shape)
     fits = rows % (PART * ring.cluster) == 0 and num_experts <= _MOST_EXPERTS
     if ring.bits == 16:
         return fits and ring.stages >= _LEAST_STAGES

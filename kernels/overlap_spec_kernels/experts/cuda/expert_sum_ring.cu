@@ -19,7 +19,8 @@
 //     BLOCKS  of 128 bytes of a row of W    SLICES   of a row of W, with as many blocks each; 1 in few bits
 //     STAGES  of the ring                   CLUSTER  programs of one
 //     BITS    of a value of W               FLOAT16  1: the others are float16, else bfloat16
-//     TOP_K   experts of a row              SHARED, WIDE  as in expert_stream.cu
+//     TOP_K   experts of a row              ROWS    of x that a stage has: 8, or as many as there are at most
+//     SHARED, WIDE  as in expert_stream.cu
 
 #include "hopper.cuh"
 
@@ -37,7 +38,7 @@ constexpr int BOX = 2 * CLUSTER * HALF;        // of an expert's slice: the colu
 constexpr int BLOCK_OF_X = 128 * 16 / BITS;    // bytes of a row of x beside a block of W
 constexpr int ROW = BLOCK_OF_X * BLOCKS;
 constexpr int X_PITCH = ROW + (BITS == 16 ? 16 : 32);  // where a warp reads eight rows at once, banks are others
-constexpr int X_AT = STAGES * SLICES * BOX, RESULTS_AT = X_AT + STAGES * 8 * X_PITCH;
+constexpr int X_AT = STAGES * SLICES * BOX, RESULTS_AT = X_AT + STAGES * ROWS * X_PITCH;
 constexpr int ROUNDS = (MOST_ROWS * 16 + THREADS - 1) / THREADS;  // in which threads add up all rows
 constexpr int EARLY = BITS == 16 ? ROUNDS : 1;  // of them, for which registers have room while W is multiplied
 
@@ -97,7 +98,7 @@ __device__ __forceinline__ void copy_x(const Work& work, Shared& shared_, const 
         if (i >= STAGES) wait(&shared_.empty[stage], i / STAGES % 2 ^ 1);
         if (lane == 0) expect(full, count * ROW);
         __syncwarp();
-        if (lane < count) copy_bytes(shared(ring + X_AT + (stage * 8 + lane) * X_PITCH), from, ROW, shared(full));
+        if (lane < count) copy_bytes(shared(ring + X_AT + (stage * ROWS + lane) * X_PITCH), from, ROW, shared(full));
     }
 }
 
@@ -151,7 +152,7 @@ __device__ __forceinline__ void multiply_share(
 ) {
     int lane = threadIdx.x % 32, part = threadIdx.x / 32 % CLUSTER, stage = threadIdx.x / 32 / CLUSTER;
     u32 to = address_in(part, results) + lane / 4 * 4, w = shared(ring + stage * SLICES * BOX) + part * 2 * HALF;
-    const char* x = ring + X_AT + stage * 8 * X_PITCH;
+    const char* x = ring + X_AT + stage * ROWS * X_PITCH;
     auto scales_of = [&](int listed) {
         Scales found;
         if constexpr (BITS == 16) return found;
