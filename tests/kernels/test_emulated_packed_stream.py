@@ -169,6 +169,11 @@ def test_a_norm_in_float32(emulator: CudaEmulator) -> None:
     assert_product(emulator, run)
 
 
+@pytest.mark.parametrize(("rows", "parts", "warps"), [(13, 64, 8), (27, 300, 8), (6, 70, 16)])
+def test_warps_add_up_squares_of_all_rows(emulator: CudaEmulator, rows: int, parts: int, warps: int) -> None:
+    assert_product(emulator, Run(Case(rows, 32, 1024, 8, 128, 128), scaled=True, parts=parts, warps=warps))
+
+
 @pytest.mark.slow
 @pytest.mark.full_but_every(4)
 @pytest.mark.parametrize("name", RUNS)

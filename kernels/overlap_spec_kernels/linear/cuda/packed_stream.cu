@@ -102,7 +102,7 @@ struct Barriers {
 
 struct Common {
     Barriers barriers;
-    float scale_of_row[ROWS];  // of x
+    float squares[WARPS][ROWS], scale_of_row[ROWS];  // of x
 };
 
 // The items of a cluster lie side by side.
@@ -374,7 +374,7 @@ extern "C" __global__ void REGISTERS __cluster_dims__(CLUSTER, 1, 1)
     __syncwarp();
     Operands x;
     turn_x(x, loaded, memory + warp * (2 * SUMS * 16));
-    if (SCALED) scale_rows(squares, work, common.scale_of_row);
+    if (SCALED) scale_rows(squares, work, common);
     multiply_items(x, work, items, copies, ring, memory, common);
     if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it
 }

@@ -31,39 +31,71 @@ __device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* pl
     }
 }
 
-// ---- the scales of x: each warp computes those of its rows ----
+// ---- the scales of x: a warp adds up its runs of all rows, and the first warp those of all ----
+//
+// Part p of a row belongs to run p % 32. Neighbouring runs are added up, then neighbouring sums, and so on. Parts of
+// neighbouring rows lie side by side in memory, so neighbouring lanes have neighbouring rows.
 
-constexpr int OWN_ROWS = (ROWS + WARPS - 1) / WARPS;
 constexpr int LANE_PARTS = 8;
-using Squares = float[OWN_ROWS][LANE_PARTS];
+constexpr int RUNS = 32 / WARPS;                        // of a warp
+constexpr int ROW_LANES = ROWS > 16 ? 32 : ROWS;        // 8, 16 or 32
+constexpr int SIDES = RUNS < 32 / ROW_LANES ? RUNS : 32 / ROW_LANES;  // of a warp's lanes, each with runs of its own
+constexpr int OWN_RUNS = RUNS / SIDES;                  // of a lane
+using Squares = float[OWN_RUNS][LANE_PARTS];
+static_assert(RUNS * WARPS == 32, "warps have equal shares");
 
 __device__ __forceinline__ float square_of(const Work& work, int row, int part) {
     return row < work.num_rows && part < work.num_squares ? work.squares[part * work.num_rows + row] : 0.0f;
 }
 
-// Load 32 LANE_PARTS parts of each row, which are all of 4096 columns. It is done before x is loaded, not after.
+__device__ __forceinline__ int first_run() {
+    return threadIdx.x / 32 * RUNS + threadIdx.x % 32 / ROW_LANES % SIDES * OWN_RUNS;
+}
+
+// Load LANE_PARTS parts of each run, which are all of 4096 columns. It is done before x is loaded, not after.
 __device__ __forceinline__ void load_squares(Squares& squares, const Work& work) {
 #pragma unroll
-    for (int i = 0; i < OWN_ROWS * LANE_PARTS; ++i) {
-        int row = threadIdx.x / 32 + i / LANE_PARTS * WARPS;
-        squares[i / LANE_PARTS][i % LANE_PARTS] = square_of(work, row, threadIdx.x % 32 + i % LANE_PARTS * 32);
+    for (int i = 0; i < OWN_RUNS * LANE_PARTS; ++i) {
+        int part = first_run() + i / LANE_PARTS + i % LANE_PARTS * 32;
+        squares[i / LANE_PARTS][i % LANE_PARTS] = square_of(work, threadIdx.x % ROW_LANES, part);
     }
 }
 
+template <int COUNT>
+__device__ __forceinline__ float added_in_pairs(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2 * step) sums[i] += sums[i + step];
+    return sums[0];
+}
+
 // `scale_of_row` is read by others after `left`.
-__device__ __forceinline__ void scale_rows(const Squares& squares, const Work& work, float* scale_of_row) {
-    int lane = threadIdx.x % 32;
+__device__ __forceinline__ void scale_rows(const Squares& squares, const Work& work, Common& common) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sums[OWN_RUNS];
 #pragma unroll
-    for (int i = 0; i < OWN_ROWS; ++i) {
-        int row = threadIdx.x / 32 + i * WARPS;
-        float sum = 0;
+    for (int i = 0; i < OWN_RUNS; ++i) {
+        sums[i] = 0;
 #pragma unroll
-        for (int part = 0; part < LANE_PARTS; ++part) sum += squares[i][part];
-        for (int part = lane + 32 * LANE_PARTS; part < work.num_squares; part += 32) sum += square_of(work, row, part);
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-        if (lane == 0 && row < work.num_rows) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);
+        for (int part = 0; part < LANE_PARTS; ++part) sums[i] += squares[i][part];
+        for (int part = first_run() + i + 32 * LANE_PARTS; part < work.num_squares; part += 32)
+            sums[i] += square_of(work, lane % ROW_LANES, part);
     }
+    float sum = added_in_pairs(sums);
+#pragma unroll
+    for (int step = ROW_LANES; step < ROW_LANES * SIDES; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (lane < ROWS) common.squares[warp][lane] = sum;
+    if (warp > 0) {
+        pass_threads(1, 32 * WARPS);
+        return;
+    }
+    meet_threads(1, 32 * WARPS);
+    float of_warps[WARPS];
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) of_warps[i] = common.squares[i][min(lane, ROWS - 1)];
+    sum = added_in_pairs(of_warps);
+    if (lane < work.num_rows) common.scale_of_row[lane] = rsqrtf(sum / (K_TILES * 64) + work.eps);
 }
 
 // ---- adding ----
