@@ -18,6 +18,7 @@ from overlap_spec_kernels.attention import latent_decode as module
 from overlap_spec_kernels.attention.latent_attention import latent_attention_reference
 from overlap_spec_kernels.attention.latent_decode import Pieces, Windows
 from support.attention_cases import BFLOAT, CLOSE
+from torch import Tensor
 
 RANK, ROPE, SCALE = 512, 64, 0.06
 
@@ -43,6 +44,11 @@ CASES = [
     Case(8, 1, [70, 5, 300], 1, slots=3),
     Case(1, 1, [7 * i for i in range(34)], 16, slots=100, programs=5),  # more requests than lanes
 ]
+DIVIDED = [  # pairs of a piece among programs
+    Case(20, 4, [150], 64, programs=15),
+    Case(20, 3, [1100], 16, programs=72),
+    Case(20, 1, [150, 70], 16, programs=15),
+]
 FAULTS = {  # by file and what is wrong
     ("blocks.cuh", "keys are used before they arrive"): ("wait(&common.full[box.box], box.parity);", ""),
     ("blocks.cuh", "weights are used before they are there"): (
@@ -60,7 +66,8 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     yield from cuda_emulator.running(monkeypatch, module, module._attention, module._addition)
 
 
-def check(emulator: CudaEmulator, case: Case, seed: int) -> None:
+def attended(emulator: CudaEmulator, case: Case, seed: int) -> tuple[Tensor, Tensor]:
+    """What the kernels find, and the reference."""
     requests = [(length, case.width) for length in case.lengths]
     inputs = attention_inputs(HeadShape(case.heads, 1, RANK + ROPE), requests, case.page_size, BFLOAT)
     windows = Windows(*map(guarded, (inputs.q, inputs.k_cache, inputs.page_table, inputs.positions)))
@@ -72,7 +79,11 @@ def check(emulator: CudaEmulator, case: Case, seed: int) -> None:
     emulator.seed = seed
     emulator.written_before = [windows.q] if read_before_wait else [windows.q, windows.positions]
     found = module.attend(windows, SCALE, pieces, case.programs, read_before_wait)
-    torch.testing.assert_close(found.float(), latent_attention_reference(*widened, SCALE), **CLOSE[BFLOAT])
+    return found.float(), latent_attention_reference(*widened, SCALE)
+
+
+def check(emulator: CudaEmulator, case: Case, seed: int) -> None:
+    torch.testing.assert_close(*attended(emulator, case, seed), **CLOSE[BFLOAT])
 
 
 @pytest.mark.full_but_every(4)
@@ -81,6 +92,19 @@ def check(emulator: CudaEmulator, case: Case, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_attention(emulator: CudaEmulator, seed: int, case: Case) -> None:
     check(emulator, case, seed)
+
+
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(len(DIVIDED))
+@pytest.mark.parametrize("case", DIVIDED, ids=str)
+def test_divided_pairs_have_the_same_bits(emulator: CudaEmulator, case: Case) -> None:
+    found = []
+    for programs in (case.programs, 2):
+        torch.manual_seed(0)
+        found.append(attended(emulator, case._replace(programs=programs), programs % 2))
+    (divided, expected), (whole, _) = found
+    torch.testing.assert_close(divided, expected, **CLOSE[BFLOAT])
+    assert torch.equal(divided, whole)
 
 
 @pytest.mark.full_but_every(7)

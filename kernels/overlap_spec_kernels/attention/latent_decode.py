@@ -23,12 +23,13 @@ PIECES_SOURCE = SOURCE.with_name("latent_pieces.cu")
 _RANK, _ROPE = 512, 64
 _MOST_PAIRS = 80  # of a row and a head, in one request: their sums fill the registers of two warpgroups
 _MOST_TOGETHER = 40  # more are divided between the warpgroups
+_PART, _SPLIT_PART = 8, 16  # pairs of a program where pieces are few: the fewest, of one warpgroup and of two
 _MOST_REQUESTS = 256  # whose lengths are in shared memory
 _SHARED_BYTES = 227 * 1024
 _BOX_BYTES = 64 * 128  # 64 columns of 64 keys
 _MOST_BOXES = 24
-_PART = 128  # numbers of a piece that a program adds
-_BYTES_AT_ONCE = 4 * _PART + 128  # and its factors
+_ADDED = 128  # numbers of a piece that a program adds
+_BYTES_AT_ONCE = 4 * _ADDED + 128  # and its factors
 _AT_ONCE = {1: 160, 2: 160, 3: 112, 4: 80}  # pieces that are brought together, by programs on a multiprocessor
 _FEWEST_AT_ONCE = 64
 _LOG2_E = 1.4426950408889634
@@ -139,7 +140,7 @@ def attend(windows: Windows, scale: float, pieces: Pieces, num_programs: int, re
         f"READ_BEFORE_WAIT={int(read_before_wait)}",
     )
     _attention(division, cache.shape[1], padded).launch(num_programs, (work,))
-    parts = len(page_table) * padded * _RANK // _PART
+    parts = len(page_table) * padded * _RANK // _ADDED
     at_once = _AT_ONCE.get(ceil_div(parts, num_programs), _FEWEST_AT_ONCE)
     _addition(division, padded, at_once).launch(parts, (_PiecesWork(out=out.data_ptr(), **sizes, **found),))
     return out
@@ -163,28 +164,26 @@ def _attention(division: tuple[str, ...], page_size: int, padded: int) -> CudaKe
 @functools.cache
 def _addition(division: tuple[str, ...], padded: int, at_once: int) -> CudaKernel:
     defines = (*division, f"PADDED={padded}", f"AT_ONCE={at_once}")
-    return CudaKernel(CudaCode(PIECES_SOURCE, defines), "latent_pieces", _PART, at_once * _BYTES_AT_ONCE)
+    return CudaKernel(CudaCode(PIECES_SOURCE, defines), "latent_pieces", _ADDED, at_once * _BYTES_AT_ONCE)
 
 
 def products_header(padded: int) -> str:
-    """The text of `latent_products.h`: products of 64 keys, or columns of values, with so many pairs."""
-    of_keys = padded // 2 if padded > _MOST_TOGETHER else padded
-    return f"""
-constexpr int PADDED = {padded};
+    """The text of `latent_products.h`: products of 64 keys, or columns of values, with all pairs and with a part."""
+    is_split = padded > _MOST_TOGETHER
+    part = _SPLIT_PART if is_split else _PART
+    sizes = f"constexpr int PADDED = {padded}, PART = {part};\n"
+    return sizes + "".join(_products(pairs, pairs // 2 if is_split else pairs) for pairs in sorted({part, padded}))
 
+
+def _products(pairs: int, of_keys: int) -> str:
+    return f"""
 __device__ __forceinline__ void multiply_keys(float (&sums)[{of_keys // 2}], u64 keys, u64 q, bool add) {{
     {_product(of_keys, "0")} "l"(keys), "l"(q), "r"(static_cast<int>(add)));
 }}
 
 // Values have a row for each key, across which they are read.
-__device__ __forceinline__ void multiply_values(float (&sums)[{padded // 2}], u64 values, u64 weights) {{
-    {_product(padded, "1")} "l"(values), "l"(weights), "r"(1));
-}}
-
-__device__ __forceinline__ u32 round2(float low, float high) {{
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
+__device__ __forceinline__ void multiply_values(float (&sums)[{pairs // 2}], u64 values, u64 weights) {{
+    {_product(pairs, "1")} "l"(values), "l"(weights), "r"(1));
 }}
 """
 

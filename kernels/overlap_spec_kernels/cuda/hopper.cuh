@@ -176,6 +176,12 @@ __device__ __forceinline__ void copy_piece(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
+// Or write zeros.
+__device__ __forceinline__ void copy_piece(u32 target, const void* source, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
 // The same of 4 bytes.
 __device__ __forceinline__ void copy_word(u32 target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");

@@ -1,9 +1,12 @@
 // Latent attention of windows of decode on Hopper (sm_90a): what the kernel of _latent_attention_kernel.py computes of
 // few rows of each request, in the same order, so with the same bits.
 //
-// Programs take one piece of a request's keys after another, for all of its (row, head) pairs. One warpgroup copies, two
-// multiply. All products are transposed: keys, and then columns of values, are the 64 rows of a product, and pairs are
-// its columns. A key lies in shared memory once, for its score and for its value.
+// Programs take one piece of a request's keys after another, for all of its (row, head) pairs; where pieces are too few
+// for all multiprocessors, for a part of the pairs. Lengths decide, so one captured launch does either. A pair is a
+// column of products, each a sum in one order whatever columns are beside it: its bits do not depend on the division.
+//
+// One warpgroup copies, two multiply. All products are transposed: keys, and then columns of values, are the 64 rows of
+// a product, and pairs are its columns. A key lies in shared memory once, for its score and for its value.
 //
 //     queries  [9][PADDED pairs][64 columns]       as products read them; the rotated columns come first, here too
 //     weights  [2][PADDED pairs][64 keys]          of a block and of the next one
@@ -22,10 +25,10 @@
 //
 // The command line defines WIDTH (rows of a request), HEADS, PAGE_SIZE, UNIT, BOXES and READ_BEFORE_WAIT: whether
 // all but queries and the rows' own keys is there before the kernels before this one end. `latent_products.h` is written
-// for PADDED. latent_decode.py chooses.
+// for PADDED and PART. latent_decode.py chooses.
 
-#include "hopper.cuh"
-#include "latent_products.h"  // PADDED, multiply_keys(scores, keys, q, add), multiply_values(sums, values, p), round2
+#include "bfloat16.cuh"
+#include "latent_products.h"  // PADDED, PART, multiply_keys(scores, keys, q, add), multiply_values(sums, values, p)
 
 struct Work {
     const u16* q;                // [T, HEADS, RANK + 64]
@@ -48,14 +51,14 @@ constexpr int OF_BLOCK = ROW / 64;
 constexpr int BOX_BYTES = KEYS * 128;
 constexpr int WEIGHTS_AT = OF_BLOCK * PADDED * 128;
 constexpr int RING_AT = WEIGHTS_AT + 2 * PADDED * 128;
-constexpr int EIGHTS = PADDED / 8;
 constexpr int PAIRS = WIDTH * HEADS;
 constexpr int MOST_REQUESTS = 256;
 constexpr bool SPLIT = PADDED > 40;  // pairs among the warpgroups, which otherwise take turns
-constexpr int OWN = SPLIT ? PADDED / 2 : PADDED;
+constexpr int PARTS = PADDED / PART;
+constexpr int MOST_TURNS = SPLIT ? 2 : 1;  // of programs that have parts: with more, reading keys again takes longer
 constexpr float LOWEST = -1.0e30f;  // finite: no NaN with -inf
 constexpr u32 ALL_LANES = 0xffffffff;
-static_assert(PADDED % 8 == 0 && PAIRS <= PADDED && OWN % 8 == 0 && UNIT % KEYS == 0);
+static_assert(PADDED % PART == 0 && PART % (SPLIT ? 16 : 8) == 0 && PAIRS <= PADDED && UNIT % KEYS == 0);
 static_assert(BOXES >= (SPLIT ? OF_BLOCK : 2 * OF_BLOCK - 1));  // rotated columns are free once scores are multiplied
 
 #include "latent_division.cuh"  // pieces_of, Items
@@ -119,11 +122,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     }
     __syncthreads();
     Items items(common.keys, work.num_requests, work.num_slots);
+    bool divided = PARTS > 1 && items.by_piece && items.total * PARTS <= MOST_TURNS * static_cast<int>(gridDim.x);
     if (threadIdx.x < 128) {
         give_registers<40>();
-        copy_keys(work, items, memory, common);
+        copy_keys(work, items, divided ? PARTS : 1, memory, common);
     } else {
         take_registers<232>();
-        attend(work, items, memory, common);
+        if (divided)
+            attend<PART>(work, items, memory, common);
+        else
+            attend<PADDED>(work, items, memory, common);
     }
 }

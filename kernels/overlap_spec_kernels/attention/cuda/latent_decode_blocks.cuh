@@ -6,9 +6,6 @@
 
 constexpr int BOTH = 1, ALONE = 2;  // barriers of threads; ALONE + warpgroup
 
-using Scores = float[OWN / 2];
-using Sums = float[TILES][PADDED / 2];
-
 __device__ __forceinline__ void release(u64* barrier) {
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
@@ -19,28 +16,37 @@ __device__ __forceinline__ void store_turned(u32 address, u32 a, u32 b) {
                  : "memory");
 }
 
-// A program's queries, as products read them; zeros where there is no pair. Both warpgroups copy.
-__device__ __forceinline__ void place_queries(const Work& work, int request, char* memory) {
+// Some pairs' queries, as products read them; zeros where there is no pair. Both warpgroups copy.
+template <int COUNT>
+__device__ __forceinline__ void place_queries(const Work& work, int request, int first, char* memory) {
     constexpr int PIECES = ROW / 8;
     const u16* rows = work.q + static_cast<long long>(request) * WIDTH * work.q_row_stride;
 #pragma unroll 4
-    for (int at = threadIdx.x - 128; at < PADDED * PIECES; at += 256) {
+    for (int at = threadIdx.x - 128; at < COUNT * PIECES; at += 256) {
         int pair = at / PIECES, piece = at % PIECES, box = piece / 8 == RANK / 64 ? 0 : piece / 8 + 1;
-        const u16* from = rows + pair / HEADS * work.q_row_stride + pair % HEADS * work.q_head_stride + piece * 8;
         u32 place = (box * PADDED + pair) * 128 + (piece % 8 ^ pair % 8) * 16;
+        pair += first;
+        const u16* from = rows + pair / HEADS * work.q_row_stride + pair % HEADS * work.q_head_stride + piece * 8;
         copy_piece(shared(memory) + place, pair < PAIRS ? from : work.q, pair < PAIRS);
     }
     wait_for_pieces();
     show_to_copies();
 }
 
-// One warpgroup's part of a program.
+// One warpgroup's part of a program, whose items have COUNT pairs.
+template <int COUNT>
 struct Group {
+    static constexpr int OWN = SPLIT ? COUNT / 2 : COUNT;
+    static constexpr int EIGHTS = COUNT / 8;
+    using Scores = float[OWN / 2];
+    using Sums = float[TILES][COUNT / 2];
+
     const Work& work;
     char* memory;
     Common& common;
     int number, thread;  // of the warpgroup; in it
     int block = 0;       // of all that the program has had
+    int part = 0;        // of the request's pairs
     Place place;         // of the block's first box
     Sums sums;
 
@@ -51,6 +57,7 @@ struct Group {
     __device__ __forceinline__ int first_pair() const { return thread % 4 * 2; }
     __device__ __forceinline__ bool is_own() const { return SPLIT || block % 2 == number; }
     __device__ __forceinline__ int first_own() const { return SPLIT ? number * OWN : 0; }
+    __device__ __forceinline__ int first_of_part() const { return COUNT < PADDED ? part * COUNT : 0; }
     __device__ __forceinline__ u64 place_of(int at) const { return described(shared(memory) + at); }
 
     // The phase of the barriers `ready` and `free` of a block's number.
@@ -99,7 +106,7 @@ struct Group {
         for (int j = 0; j < OWN / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                int pair = first_own() + 8 * j + first_pair() + i;
+                int pair = first_of_part() + first_own() + 8 * j + first_pair() + i;
                 int position = pair < PAIRS ? positions[pair / HEADS] : -1;
                 if (key > position) scores[4 * j + i] = __int_as_float(0xff800000);
                 if (key + 8 > position) scores[4 * j + i + 2] = __int_as_float(0xff800000);
@@ -262,7 +269,7 @@ struct Group {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int i = 0; i < PADDED / 2; ++i) sums[tile][i] = 0.0f;
+            for (int i = 0; i < COUNT / 2; ++i) sums[tile][i] = 0.0f;
         bool is_late = false;  // whether values of the block before have yet to be added
         for (int key = first_key; key < end_key; key += KEYS) {
             bool is_first = key == first_key;
@@ -292,9 +299,9 @@ struct Group {
     __device__ __forceinline__ void leave(int slot, bool by_piece, bool is_first) {
         wait_for_state();
         const State& state = common.states[(block - 1) % 2];
-        float *stats = work.stats + static_cast<long long>(slot) * (2 * PADDED) + first_own() + thread, highest, denominator;
-        bool has_stats = SPLIT ? thread < OWN : (block - 1) % 2 == number && thread < PADDED;  // who wrote them
         int own = first_own() + thread;
+        float *stats = work.stats + static_cast<long long>(slot) * (2 * PADDED) + first_of_part() + own, highest, denominator;
+        bool has_stats = thread < OWN && (SPLIT || (block - 1) % 2 == number);  // who wrote them
         if (has_stats) {
             highest = state.highest[own];
             denominator = state.denominator[own];
@@ -310,7 +317,8 @@ struct Group {
             stats[PADDED] = denominator;
         }
         if (!by_piece) meet_threads(BOTH, 256);
-        float* to = work.sums + static_cast<long long>(slot) * (PADDED * RANK) + (number * TILES * 128 + thread) * 4;
+        float* to = work.sums + (static_cast<long long>(slot) * PADDED + first_of_part()) * RANK;
+        to += (number * TILES * 128 + thread) * 4;
 #pragma unroll
         for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
@@ -332,15 +340,18 @@ struct Group {
     }
 };
 
+template <int COUNT>
 __device__ __forceinline__ void attend(const Work& work, const Items& items, char* memory, Common& common) {
-    Group group(work, memory, common);
+    Group<COUNT> group(work, memory, common);
     int request = -1;
     if (READ_BEFORE_WAIT) wait_for_kernels_before();
-    for (int turn = 0, number; (number = items.at_turn(turn)) < items.total; ++turn) {
-        Item item = items.item(number);
-        if (item.request != request) {
+    constexpr int DIVISOR = PADDED / COUNT;
+    for (int turn = 0, number; (number = items.at_turn(turn)) < items.total * DIVISOR; ++turn) {
+        Item item = items.item(number / DIVISOR);
+        if (item.request != request || DIVISOR > 1) {
             request = item.request;  // the queries of another one are multiplied: its last state was waited for
-            place_queries(work, request, memory);
+            group.part = number % DIVISOR;
+            place_queries<COUNT>(work, request, group.first_of_part(), memory);
             if (group.number == 0 && group.thread < WIDTH)
                 common.positions[group.thread] = static_cast<int>(work.positions[request * WIDTH + group.thread]);
             meet_threads(BOTH, 256);  // queries are placed

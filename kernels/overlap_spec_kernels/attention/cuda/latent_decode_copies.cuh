@@ -1,12 +1,6 @@
 // The warpgroup of latent_decode.cu that copies. A thread has a piece of 16 bytes of four keys of each box.
 #pragma once
 
-// Copy 16 bytes, or write zeros where there is no key.
-__device__ __forceinline__ void copy_piece(u32 target, const void* source, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
 // Where the cache has four keys of a block; -1 where there is none.
 struct Rows {
     int rows[4];
@@ -41,11 +35,13 @@ __device__ __forceinline__ void copy_block(
     }
 }
 
-__device__ __forceinline__ void copy_keys(const Work& work, const Items& items, char* memory, Common& common) {
+__device__ __forceinline__ void copy_keys(
+    const Work& work, const Items& items, int parts, char* memory, Common& common
+) {
     Place place;
     bool waits = READ_BEFORE_WAIT;
-    for (int turn = 0, number; (number = items.at_turn(turn)) < items.total; ++turn) {
-        Item item = items.item(number);
+    for (int turn = 0, number; (number = items.at_turn(turn)) < items.total * parts; ++turn) {
+        Item item = items.item(parts > 1 ? number / PARTS : number);
         int keys = common.keys[item.request];
         for (int piece = item.first; piece < item.end; ++piece) {
             int block = piece_start(piece), end = min(piece_start(piece + 1), keys);

@@ -18,7 +18,7 @@ __device__ __forceinline__ int piece_start(int piece) {
     return 512 * UNIT + (piece - 144) * (8 * UNIT);
 }
 
-// What a program takes at a turn: pieces of a request, and where it leaves what it finds.
+// Pieces of a request that a program takes at a turn, and where it leaves what it finds.
 struct Item {
     int request, first, end, slot;
 };

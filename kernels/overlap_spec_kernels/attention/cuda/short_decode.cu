@@ -78,11 +78,6 @@ __device__ __forceinline__ int page_of(const Work& work, const Part& part, int c
     return column < work.table_columns ? work.page_table[part.request * work.table_stride + column] : 0;
 }
 
-__device__ __forceinline__ void copy_piece(u32 target, const void* source, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
