@@ -141,6 +141,12 @@ def test_rings_fit_the_shared_memory_of_a_hopper() -> None:
         assert 11 * 128 * padded + boxes * 64 * 128 + own <= SHARED_BYTES
 
 
+def test_programs_that_add_pieces_bring_no_more_than_there_may_be() -> None:
+    """Of 1,280 keys 18 pieces, of 32,768 keys 144."""
+    assert [latent_decode._at_once(n, keys, 64) for n in (1, 3) for keys in (1280, 32768)] == [32, 144, 32, 112]
+    assert latent_decode._at_once(3, 40000, 64) == 112 and latent_decode._at_once(9, 64, 64) == 16
+
+
 @pytest.mark.parametrize(("dtype", "pairs", "expected"), [
     (torch.bfloat16, 1, (16, 2)), (torch.bfloat16, 20, (32, 2)), (torch.bfloat16, 80, (64, 2)),
     (torch.float32, 20, (16, 2)), (torch.float32, 2000, (16, 2)),

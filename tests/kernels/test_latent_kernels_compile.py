@@ -132,15 +132,15 @@ def test_putting_heads_together(interleaved: bool) -> None:
     compiled(latent_heads._latent_heads_kernel, constants, 4, 2, BFLOAT, BFLOAT)
 
 
-@pytest.mark.parametrize(("size_k", "size_n", "rope"), [(192, 512, 64), (512, 256, 0)])
-def test_products_of_few_rows(size_k: int, size_n: int, rope: int) -> None:
+@pytest.mark.parametrize(("size_k", "size_n", "rope", "warps"), [(192, 512, 64, 4), (512, 256, 0, 8)])
+def test_products_of_few_rows(size_k: int, size_n: int, rope: int, warps: int) -> None:
     """All of K of a program's columns is in shared memory before it waits for the kernel before it."""
     constants = {
         "SIZE_K": size_k, "SIZE_N": size_n, "ROPE": rope, "INTERLEAVED": True, "BLOCK_M": 16, "BLOCK_N": 64,
         "BLOCK_K": 256 if rope else 512, "BLOCK_R": 512, "BLOCK_T": max(rope, 1), "PDL": True,
     }  # fmt: skip
-    ptx = compiled(latent_heads._held_heads_kernel, constants, 4, 3, BFLOAT, BFLOAT).asm["ptx"]
+    ptx = compiled(latent_heads._held_heads_kernel, constants, warps, 3, BFLOAT, BFLOAT).asm["ptx"]
     products = ptx[ptx.rindex("griddepcontrol.wait") :]
-    assert products.count("mma.sync") == 2 * constants["BLOCK_K"] // 16
+    assert products.count("mma.sync") == max(64 // 8 // warps, 1) * constants["BLOCK_K"] // 16
     before = ptx[: -len(products)]
-    assert before.count("st.shared.v4") == constants["BLOCK_K"] * 64 // 8 // 128
+    assert before.count("st.shared.v4") == constants["BLOCK_K"] * 64 // 8 // (32 * warps)

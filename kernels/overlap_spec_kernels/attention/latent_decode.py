@@ -32,6 +32,7 @@ _ADDED = 128  # numbers of a piece that a program adds
 _BYTES_AT_ONCE = 4 * _ADDED + 128  # and its factors
 _AT_ONCE = {1: 160, 2: 160, 3: 112, 4: 80}  # pieces that are brought together, by programs on a multiprocessor
 _FEWEST_AT_ONCE = 64
+_RUNS = 16  # of which a program's threads compute the factors
 _LOG2_E = 1.4426950408889634
 
 
@@ -141,9 +142,20 @@ def attend(windows: Windows, scale: float, pieces: Pieces, num_programs: int, re
     )
     _attention(division, cache.shape[1], padded).launch(num_programs, (work,))
     parts = len(page_table) * padded * _RANK // _ADDED
-    at_once = _AT_ONCE.get(ceil_div(parts, num_programs), _FEWEST_AT_ONCE)
+    at_once = _at_once(ceil_div(parts, num_programs), page_table.shape[1] * cache.shape[1], pieces.unit)
     _addition(division, padded, at_once).launch(parts, (_PiecesWork(out=out.data_ptr(), **sizes, **found),))
     return out
+
+
+def _at_once(num_programs: int, num_keys: int, unit: int) -> int:
+    """Pieces that come to a program together, of so many on a multiprocessor.
+
+    No more than there may be: memory that they leave is free for the kernel behind, which asks for weights early.
+    """
+    ends = (0, 16 * unit, 32 * unit, 512 * unit, num_keys)
+    spans = zip(ends[:-1], ends[1:], (unit, 2 * unit, 4 * unit, 8 * unit), strict=True)
+    most = sum(ceil_div(max(min(end, num_keys) - begin, 0), size) for begin, end, size in spans)
+    return min(_AT_ONCE.get(num_programs, _FEWEST_AT_ONCE), ceil_div(most, _RUNS) * _RUNS)
 
 
 def _boxes(padded: int) -> int:

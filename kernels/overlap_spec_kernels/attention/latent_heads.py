@@ -25,7 +25,8 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 _HEADS_PER_PROGRAM = 4
 _BLOCK_K, _MOST_FEW = 64, 64  # columns of x that a program multiplies at once; rows that are few
 _HELD_ROWS, _HELD_K = 16, 512  # most rows, and columns of x, of programs that multiply all of K at once
-_HELD_N, _HELD_WARPS = 64, 4  # columns of the result of such a program: with 32, 4 rows took longer
+_HELD_N, _HELD_WARPS = 64, 8  # columns of the result of such a program: 4 warps ask for too little at once
+_TOKEN_WARPS = 4  # where some have tokens' rows, whose norms are sums in the order of as many
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -241,7 +242,7 @@ def _few_head_products(x: Tensor, weight: Tensor, beside: _TokenRows | None = No
         BLOCK_K=max(next_power_of_2(size_k), 16),
         BLOCK_R=next_power_of_2(size_n),
         BLOCK_T=next_power_of_2(rope),
-        num_warps=_HELD_WARPS,
+        num_warps=_HELD_WARPS if beside is None else _TOKEN_WARPS,
         **dependent_launch(x.device),
     )
     return out if beside is None else out.flatten(1)
