@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -239,13 +238,14 @@ def _capture_draft(
 def _capture_narrower(
     parts: Parts[Forwarded, Judged], forwarded: Forwarded, recorder: GraphRecorder
 ) -> dict[tuple[int, SamplingWork], Replay]:
-    """Of the kinds of sampling that most requests ask for. A draft that proposes nothing is the same in all."""
+    """Of the kinds of sampling that most requests ask for. A draft that proposes nothing is one for every kind."""
     replays: dict[tuple[int, SamplingWork], Replay] = {}
-    for (width, draft), kind in product(parts.narrower, COMMON_WORK):
-        work = parts.draft_work(kind) if width > 1 else GREEDY_WORK
-        if (width, work) not in replays:
-            replays[width, work], _ = _record(parts, recorder, "draft", partial(draft, forwarded, work), kind)
-        replays[width, kind] = replays[width, work]
+    for width, draft in parts.narrower:
+        for kind in COMMON_WORK if width > 1 else SAMPLING_WORK:
+            work = parts.draft_work(kind) if width > 1 else GREEDY_WORK
+            if (width, work) not in replays:
+                replays[width, work], _ = _record(parts, recorder, "draft", partial(draft, forwarded, work), kind)
+            replays[width, kind] = replays[width, work]
     return replays
 
 

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs: what is captured, by shape, and how a step is put into what holds it.
 
-Windows alone, prompts alone and placed windows have graphs of all their parts (`capture.py`), prompts of a small model
-for each width that they propose: to launch their draft takes the host longer than all else. Windows and prompts
+Windows alone, prompts alone and placed windows have graphs of all their parts (`capture.py`). Prompts of a small model
+have a draft for each width that they propose: its launches take longer than the device does. Windows and prompts
 together have one of the layers alone, which take the host longer than the device operation by operation; what follows
 is launched while they run. So it is for rare kinds of sampling after prompts of a large model.
 

@@ -37,10 +37,10 @@ __device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* pl
 // neighbouring rows lie side by side in memory, so neighbouring lanes have neighbouring rows.
 
 constexpr int LANE_PARTS = 8;
-constexpr int RUNS = 32 / WARPS;                        // of a warp
-constexpr int ROW_LANES = ROWS > 16 ? 32 : ROWS;        // 8, 16 or 32
-constexpr int SIDES = RUNS < 32 / ROW_LANES ? RUNS : 32 / ROW_LANES;  // of a warp's lanes, each with runs of its own
-constexpr int OWN_RUNS = RUNS / SIDES;                  // of a lane
+constexpr int RUNS = 32 / WARPS;                  // of a warp
+constexpr int ROW_LANES = ROWS > 16 ? 32 : ROWS;  // a lane for each row
+constexpr int SIDES = RUNS < 32 / ROW_LANES ? RUNS : 32 / ROW_LANES;  // so many lanes share a row's runs
+constexpr int OWN_RUNS = RUNS / SIDES;            // of a lane
 using Squares = float[OWN_RUNS][LANE_PARTS];
 static_assert(RUNS * WARPS == 32, "warps have equal shares");
 
