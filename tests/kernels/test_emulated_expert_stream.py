@@ -337,7 +337,7 @@ def test_gate_and_up_of_one_row_in_float8(both: CudaEmulator, monkeypatch: pytes
     """It has the bits of several rows, whether it scales the row or not."""
     sizes, parts, most = IN_FLOAT8[name]
     monkeypatch.setitem(rows._GATE_PARTS, 8, parts)
-    monkeypatch.setattr(rows, "_MOST_BYTES", most)
+    monkeypatch.setitem(rows._GATE_BYTES, 8, most)
     weight, routing = stack_of(sizes, 2 * sizes.inner, sizes.hidden), routing_of(sizes)
     weighted, squares = torch.randn(1, sizes.hidden).to(BFLOAT), torch.rand(9, 1) * sizes.hidden / 9
     normed = Normed(weighted, weighted, squares, 0.5)
@@ -356,8 +356,8 @@ def test_gate_and_up_of_one_row_in_float8(both: CudaEmulator, monkeypatch: pytes
 GATES = {
     "16 bits, through a ring": (Sizes(1, 2, 2048, 64), 16, 3),
     "16 bits, programs with fewer tiles": (Sizes(1, 3, 512, 40), 16, 4),
-    "4 bits, warps that share tiles": (Sizes(1, 2, 1024, 128), 4, 7),
-    "4 bits, two chunks of a warp": (Sizes(1, 2, 3072, 64), 4, 2),
+    "4 bits, two chunks of a warp": (Sizes(1, 2, 1024, 128), 4, 7),
+    "4 bits, warps that share tiles": (Sizes(1, 2, 3072, 64), 4, 2),
 }
 
 
@@ -457,10 +457,23 @@ def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024), experts)
     assert rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1056, dtype=BFLOAT), experts)
-    assert rows.GateSizes(2048, 2048, 4, 4096, 16).parts == 2 and rows.GateSizes(2048, 2048, 4, 4096, 31).parts == 1
+    assert [rows.GateSizes(4096, 2048, 4, 4096, warps).parts for warps in (16, 31)] == [2, 1]  # as there is room
+    assert [rows.GateSizes(hidden, 768, 4, 768, 6).parts for hidden in (2048, 4096, 5120)] == [1, 2, 4]
     assert not rows.GateSizes(7168, 2048, 8, 2304, 18, 128).fits  # sums of too many blocks
     monkeypatch.setattr(rows, "num_multiprocessors", lambda device: 6)
     assert not rows.takes_gate(x, torch.zeros(6, 512, 1024, dtype=BFLOAT), experts)
+
+
+def test_the_kernel_of_the_sum_has_room_beside_the_first_product() -> None:
+    """In few bits, in the sizes of Qwen3-30B-A3B and Qwen3-Next. So its W is on its way while that one ends."""
+    one, own = 227 << 10, 2 << 10  # of a multiprocessor; of two programs at least
+    for inner, top_k, tiles in ((768, 8, 768), (512, 11, 704)):
+        gate = rows.GateSizes(2048, inner, 8, tiles, 6, 128)
+        down = products._sum_shape(stack_of(Sizes(1, top_k, 2048, inner), 2048, inner), 1, top_k)
+        assert gate.fits and gate.num_bytes + down.num_bytes <= one - own
+        assert 32 * (gate.warps * gate.parts * 64 + down.warps * 72) <= 1 << 16  # registers
+    gate = rows.GateSizes(2048, 768, 4, 768, 6)
+    assert gate.fits and gate.num_bytes + rows._down_bytes(768, 8) <= one - own
 
 
 @pytest.mark.slow
@@ -470,7 +483,7 @@ def test_one_row_compiles(bits: int) -> None:
     """For a real GPU, in the sizes of Qwen3-30B-A3B."""
     place, of_scale = torch.device("meta"), 128 if bits == 8 else 1
     sizes = rows.GateSizes(2048, 768, bits, 768, 6, of_scale)
-    assert sizes.fits and sizes.num_bytes <= rows._MOST_BYTES
+    assert sizes.fits and sizes.num_bytes <= rows._GATE_BYTES[bits]
     assert rows._gate_kernel(sizes, place)._code._compile()
     if bits == 4:
         assert rows._down_kernel(2048, 768, 8, False, False, place)._code._compile()

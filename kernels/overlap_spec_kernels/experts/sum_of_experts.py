@@ -45,10 +45,10 @@ _SHARED = 176 << 10  # bytes of shared memory: with a router between, a larger r
 _FOLDER = Path(__file__).parent / "cuda"
 GATE_SOURCE, DOWN_SOURCE = _FOLDER / "expert_gate.cu", _FOLDER / "expert_down.cu"
 _GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's shared memory
+_GATE_BYTES = {16: _MOST_BYTES, 8: 116 << 10, 4: _MOST_BYTES}  # by bits: in 8 the sum's kernel has room beside it
 _GATE_COLUMNS, _MOST_WARPS = 8, 32  # of a tile; warps of a program
 _GATE_CHUNKS = {16: (256,), 8: (256, 128), 4: (512,)}  # columns of a stage, by bits: the first of which two fit
-_GATE_PARTS, _MOST_GROUPS = {16: 1, 8: 4, 4: 4}, 16  # warps of a tile; groups of one in float8, whose sums it has
-_DOWN_PARTS = 3  # warps of 16 columns of an expert
+_GATE_PARTS, _MOST_GROUPS = {16: 1, 8: 2, 4: 1}, 16  # warps of a tile at least; groups of one, whose sums it has
 _MOST_SQUARES, _WARPS_OF_SCALES = 128, 4  # sums of squares of a row, and warps of the kernels that add them up
 
 
@@ -115,9 +115,10 @@ class GateSizes(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Warps that share a tile, each with whole groups: a power of two, as many as a program has room for."""
+        """Warps that share a tile, each with whole groups: a power of two. More leave no room for the next kernel."""
         room = 1 << max(_MOST_WARPS // self.warps, 1).bit_length() - 1
-        return math.gcd(self.hidden // _GROUP, _GATE_PARTS[self.bits], room)
+        of_groups = 1 if self.bits == 16 else next_power_of_2(ceil_div(self.hidden, _GROUP * _MOST_GROUPS))
+        return math.gcd(self.hidden // _GROUP, max(of_groups, _GATE_PARTS[self.bits]), room)
 
     @property
     def stages(self) -> int:
@@ -139,7 +140,7 @@ class GateSizes(NamedTuple):
 
     def _stages(self, chunk: int) -> int:
         """That fit."""
-        return (_MOST_BYTES - 2 * self.hidden) // self._bytes_of_stages(chunk)
+        return (_GATE_BYTES[self.bits] - 2 * self.hidden) // self._bytes_of_stages(chunk)
 
     def _bytes_of_stages(self, chunk: int) -> int:
         """One of each warp."""
@@ -239,17 +240,11 @@ def _down_bytes(inner: int, top_k: int) -> int:
     return top_k * (PART * (inner // 2 + 16) + 2 * inner)
 
 
-def _down_parts(inner: int, top_k: int) -> int:
-    """Warps of an expert, each with whole groups."""
-    return math.gcd(inner // _GROUP, _DOWN_PARTS) if _DOWN_PARTS * top_k <= _MOST_WARPS else 1
-
-
 @functools.cache
 def _down_kernel(hidden: int, inner: int, top_k: int, shared: bool, wide: bool, device: torch.device) -> CudaKernel:
     names = {"HIDDEN": hidden, "INNER": inner, "TOP_K": top_k, "SHARED": int(shared), "WIDE": int(wide)}
-    names["PARTS"] = parts = _down_parts(inner, top_k)
     code = CudaCode(DOWN_SOURCE, tuple(f"{key}={value}" for key, value in names.items()))
-    return CudaKernel(code, "expert_down", 32 * top_k * parts, _down_bytes(inner, top_k))
+    return CudaKernel(code, "expert_down", 32 * top_k, _down_bytes(inner, top_k))
 
 
 def down_row(

@@ -13,7 +13,7 @@
 //
 //     HIDDEN, INNER   columns of x, and of the result      BITS   16, 8 or 4   TILES   of all programs
 //     CHUNK           columns that a stage has             STAGES of a warp    WARPS   tiles of a program
-//     PARTS           warps that share a tile, each with a part of K; 1 in 16 bits
+//     PARTS           warps that share a tile, each with a part of K; 1 in 16 bits. Few leave registers for the next kernel
 //     SQUARES         sums of squares of which x's scale is made; 0: x is as it is
 //     SCALE_ROWS      rows of W that share scales: 1, or so many that those of a tile share them
 
