@@ -25,7 +25,7 @@ SOURCE = Path(__file__).parent / "cuda" / "expert_float4.cu"
 _GATE_COLUMNS, _MOST_WARPS = 8, 16  # of gate and of up of a warp; warps of a program
 _CHUNK = 3  # tiles of a stage: of fewer the copies are smaller, of more the last ones come later
 _GATE_STAGES, _DOWN_STAGES = 6, 8  # at most
-_GATE_BYTES, _DOWN_BYTES = 222 << 10, 110 << 10  # of shared memory: a multiprocessor has two programs of the second
+_GATE_BYTES, _DOWN_BYTES = 150 << 10, 110 << 10  # of shared memory: one of the second has room beside one of the first
 
 
 class Sizes(NamedTuple):
