@@ -465,15 +465,21 @@ def test_which_products_of_one_row_are_others(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_kernel_of_the_sum_has_room_beside_the_first_product() -> None:
-    """In few bits, in the sizes of Qwen3-30B-A3B and Qwen3-Next. So its W is on its way while that one ends."""
+    """In few bits, in the sizes of Qwen3-30B-A3B and Qwen3-Next. So its W is on its way while that one ends.
+
+    A second program of the first product has no room, nor a third one of the sum.
+    """
     one, own = 227 << 10, 2 << 10  # of a multiprocessor; of two programs at least
     for inner, top_k, tiles in ((768, 8, 768), (512, 11, 704)):
         gate = rows.GateSizes(2048, inner, 8, tiles, 6, 128)
         down = products._sum_shape(stack_of(Sizes(1, top_k, 2048, inner), 2048, inner), 1, top_k)
-        assert gate.fits and gate.num_bytes + down.num_bytes <= one - own
+        assert gate.fits and gate.num_bytes + down.num_bytes <= one - own < 2 * gate.num_bytes
+        assert 3 * down.num_bytes > one
         assert 32 * (gate.warps * gate.parts * 64 + down.warps * 72) <= 1 << 16  # registers
     gate = rows.GateSizes(2048, 768, 4, 768, 6)
-    assert gate.fits and gate.num_bytes + rows._down_bytes(768, 8) <= one - own
+    down_bytes = rows._down_bytes(768, 8)
+    assert gate.fits and gate.num_bytes + down_bytes <= one - own < 2 * gate.num_bytes
+    assert 3 * down_bytes > one
 
 
 @pytest.mark.slow

@@ -46,6 +46,9 @@ _FOLDER = Path(__file__).parent / "cuda"
 GATE_SOURCE, DOWN_SOURCE = _FOLDER / "expert_gate.cu", _FOLDER / "expert_down.cu"
 _GROUP, _MOST_BYTES = 128, 222 << 10  # columns with a scale; of a program's shared memory
 _GATE_BYTES = {16: _MOST_BYTES, 8: 116 << 10, 4: _MOST_BYTES}  # by bits: in 8 the sum's kernel has room beside it
+# Of shared memory: no multiprocessor has two programs of the first product, or three of the sum in 4 bits, while
+# another has none.
+_LEAST_BYTES, _LEAST_DOWN_BYTES = 114 << 10, 102 << 10
 _GATE_COLUMNS, _MOST_WARPS = 8, 32  # of a tile; warps of a program
 _GATE_CHUNKS = {16: (256,), 8: (256, 128), 4: (512,)}  # columns of a stage, by bits: the first of which two fit
 _GATE_PARTS, _MOST_GROUPS = {16: 1, 8: 2, 4: 1}, 16  # warps of a tile at least; groups of one, whose sums it has
@@ -127,8 +130,8 @@ class GateSizes(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Stages of all warps, and x."""
-        return self.stages * self._bytes_of_stages(self.chunk) + 2 * self.hidden
+        """Stages of all warps, and x, or more."""
+        return max(self.stages * self._bytes_of_stages(self.chunk) + 2 * self.hidden, _LEAST_BYTES)
 
     @property
     def fits(self) -> bool:
@@ -236,8 +239,8 @@ def takes_down(x: Tensor, weight: QuantizedStack, experts: Tensor) -> bool:
 
 
 def _down_bytes(inner: int, top_k: int) -> int:
-    """Rows of W, and of the gated product."""
-    return top_k * (PART * (inner // 2 + 16) + 2 * inner)
+    """Rows of W, and of the gated product, or more."""
+    return max(top_k * (PART * (inner // 2 + 16) + 2 * inner), _LEAST_DOWN_BYTES)
 
 
 @functools.cache
