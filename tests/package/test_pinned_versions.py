@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TESTS_ON_ANY_CPU = "frontend_restart_cpu.json", "full_tests_cpu.json", "model_matrix.json"
 # Of a machine that had a numpy of its own; what the file measures does not use it.
 ANY_NUMPY = (
-    *("mixtures_h200.json", "ranks_h200.json", "hybrids_h200.json", "tables-b17ac4a535e7.json"),
+    *("mixtures_h200.json", "ranks_h200.json", "hybrids_h200.json", "tables-279066224e8f.json"),
     *("adapt_draft_h200.json", "trained_draft_h200.json", "trained_drafters_h200.json"),
     *("drafters_h200.json", "default_drafters_h200.json", "hybrid_proofs_h200.json"),
     *(f"never_slower{part}_h200.json" for part in ("", "_few", "_more", "_smollm2")),
