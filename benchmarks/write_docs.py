@@ -5,6 +5,7 @@ python benchmarks/write_docs.py --check    writes nothing; the exit status is 1 
 python benchmarks/write_docs.py --ages     writes nothing; lists results that are older than the code
 """
 
+import argparse
 import sys
 
 from documents.age import ages
@@ -14,12 +15,16 @@ from documents.fill import ROOT, generated
 from overlap_spec.runtime.source import describe_source
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Returns the exit status."""
-    if "--ages" in arguments:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--ages", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.ages:
         print(*ages(shown(ROOT), describe_source(), ROOT), sep="\n")
         return 0
-    check, stale = "--check" in arguments, 0
+    check, stale = arguments.check, 0
     for path, text in generated().items():
         if not path.is_file() or path.read_text() != text:
             stale += 1
@@ -30,4 +35,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

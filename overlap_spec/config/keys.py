@@ -61,6 +61,13 @@ def make_private_folder(path: Path) -> None:
             folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
+def can_be_written(path: Path) -> bool:
+    """Whether `open_private` could make the file, or write to it, now."""
+    path = path.absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    return there.is_dir() is not (there == path) and os.access(there, os.W_OK)
+
+
 def readable_by_others(path: Path) -> int | None:
     """The mode of a file that every user of the machine can read; None of another one, or without it."""
     try:

@@ -4,6 +4,7 @@
 measured by the worker, which sends them in `WorkerReady`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from overlap_spec.config import (
     SpecSettings,
     SupervisorSettings,
 )
+from overlap_spec.config.keys import can_be_written
 from overlap_spec.config.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.adapt import learns_from, resolve_adapt
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
@@ -62,6 +64,8 @@ def resolve_audit(config: EngineConfig, spec: SpecSettings, files: ModelFiles, d
         for field, given in (("audit_action", config.audit_action != "log"), ("audit_file", config.audit_file)):
             if given:
                 raise ConfigError(field, "has no effect without audits; leave it out, or give --audit-rate")
+    if config.audit_file is not None and not can_be_written(Path(config.audit_file)):
+        raise ConfigError("audit_file", f"no file can be written at {config.audit_file!r}")
     return AuditSettings(rate, config.audit_action, config.audit_file)
 
 

@@ -4,7 +4,6 @@ Status 0: it will run. 2: it will not; each reason is a sentence. Only configs a
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -132,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
     else:
         print_check(report)
-    sys.stdout.flush()
+    print(end="", flush=True)  # there may be no standard output
     return 0 if report.will_run else 2
 
 

@@ -9,7 +9,6 @@ import argparse
 import difflib
 import functools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import ConfigField, config_fields, config_from
+from overlap_spec.config.keys import can_be_written
 from overlap_spec.entrypoints import without_absent
 from overlap_spec.errors import ConfigError, OverlapSpecError
 
@@ -143,9 +143,7 @@ class UsageError(OverlapSpecError):
 
 def result_file(path: str) -> str:
     """A file for the end of a run, looked at before the run. Raises: argparse.ArgumentTypeError."""
-    place = Path(path).absolute()
-    there = next(each for each in (place, *place.parents) if each.exists())
-    if there.is_dir() is (there == place) or not os.access(there, os.W_OK):
+    if not can_be_written(Path(path)):
         raise argparse.ArgumentTypeError(f"no file can be written at {path!r}")
     return path
 

@@ -93,7 +93,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         name = names.get(problem.param or "", problem.param)
         text = str(problem)
         if problem.param and text.startswith(problem.param):
-            text = f"{name}{text.removeprefix(problem.param)}"
+            text = f"{name}{text.removeprefix(problem.param)}".replace("].function.", "].", 1)  # a level of ours alone
         raise Problem(problem.status, text, name, problem.code) from None
 
 

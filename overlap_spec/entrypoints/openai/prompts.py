@@ -187,18 +187,22 @@ def _read_call(call: Any, where: str) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Problem(400, f"{where}.function: expected an object with a name", "messages", "invalid_type")
-    arguments = function.get("arguments")
+    arguments = read_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_arguments(arguments: Any, where: str, field: str = "messages") -> Json:
+    """Those of a call, which are JSON, an object, or left out. Raises: Problem of a field, at `where`."""
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            text = f"{where}.function.arguments: not valid JSON: {error}"
-            raise Problem(400, text, "messages", "invalid_value") from None
+            raise Problem(400, f"{where}: not valid JSON: {error}", field, "invalid_value") from None
     if arguments is None:
-        arguments = {}
+        return {}
     if not isinstance(arguments, dict):
-        raise Problem(400, f"{where}.function.arguments: expected a JSON object", "messages", "invalid_type")
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise Problem(400, f"{where}: expected a JSON object", field, "invalid_type")
+    return arguments
 
 
 def _read_part(part: Any, where: str) -> str:

@@ -27,6 +27,7 @@ from overlap_spec.entrypoints.http.api_translation import (
 from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_body import convert, without_nulls
+from overlap_spec.entrypoints.openai.prompts import read_arguments
 
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -260,6 +261,7 @@ def _turns(items: list[Item]) -> Iterator[Json]:
             case ReasoningItem():
                 turn.setdefault("reasoning_content", []).append(_reasoning(item, number))
             case CallItem():
+                read_arguments(item.arguments, f"input[{number}].arguments", "input")
                 turn.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
             case MessageItem(role="assistant"):
                 turn["content"] = joined_text(item.content)

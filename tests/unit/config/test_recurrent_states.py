@@ -1,5 +1,6 @@
 """Flags beside a target whose layers recur: what is chosen, and what is refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -65,6 +66,16 @@ def test_audits_are_off_and_refused_without_one_order_of_sums() -> None:
     for rate, found in ((None, 0.0), (0.5, 0.5)):
         settings, _ = resolved(**DRAFTED, audit_rate=rate, enable_deterministic_inference=True, dtype="float32")
         assert settings.audit.rate == found
+
+
+def test_a_file_of_faults_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="--audit-file: no file can be written at"):
+            resolved(msgspec.structs.replace(HYBRID, config={}), **DRAFTED, audit_file=str(path))
+    path = str(tmp_path / "new" / "faults.jsonl")
+    settings, _ = resolved(msgspec.structs.replace(HYBRID, config={}), **DRAFTED, audit_file=path)
+    assert settings.audit.file == path and not Path(path).parent.exists()
 
 
 def test_flags_of_states_are_settled() -> None:

@@ -210,6 +210,7 @@ def test_parameters_become_those_of_chat_completions(given: dict[str, Any], made
 
 
 def test_errors_name_the_fields_of_the_api() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     for change, param, words in (
         ({"store": True}, "store", "nothing is stored here"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
@@ -221,7 +222,14 @@ def test_errors_name_the_fields_of_the_api() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": [{"type": "reasoning", "encrypted_content": "?"}]}, "input", "not of this server"),
+        ({"input": [call, {**call, "arguments": "{"}]}, "input", "input[1].arguments: not valid JSON"),
+        (
+            {"input": [{**call, "arguments": "[1]"}], "instructions": "a"},
+            "input",
+            "input[0].arguments: expected a JSON",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]"),
+        ({"tools": [FUNCTION, FUNCTION | {"name": "a b"}]}, "tools", "tools[1].name: up to 128"),
         ({"truncation": "auto"}, "truncation", "auto"),
         ({"include": ["message.output_text.logprobs"]}, "include", "include[0]"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "detailed"),
