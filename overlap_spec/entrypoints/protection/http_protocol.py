@@ -107,6 +107,7 @@ FREE_CHUNKS = 512  # of any size
 MEAN_CHUNK_BYTES = 128  # of a body with more chunks
 CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 END_OF_HEAD = re.compile(rb"\n\r?\n")
+AUTHORITY = re.compile(rb"(?i)https?://([^/?]*)")
 CLOSE = (b"connection", b"close")
 
 
@@ -147,6 +148,7 @@ class BoundedConnection(h11.Connection):
                 raise Problem(400, text, code="invalid_http")
             self._num_left = None if in_chunks else sum(lengths[:1])
             self._num_chunks = self._num_payload = 0
+            return _without_authority(event)
         elif type(event) is h11.Data:
             self._num_payload += len(event.data)
             self._num_chunks += event.chunk_start
@@ -193,6 +195,17 @@ class BoundedConnection(h11.Connection):
         written = super().send(event)
         self._is_chunked_answer = type(event) is h11.Response and CHUNKED in written.lower()
         return written
+
+
+def _without_authority(request: h11.Request) -> h11.Request:
+    """A target as proxies are given it is one of this server (RFC 9112, 3.2.2). Raises: Problem if Host disagrees."""
+    found = AUTHORITY.match(request.target)
+    if found is None:
+        return request
+    if found[1].lower() not in (value.lower() for name, value in request.headers if name == b"host"):
+        raise Problem(400, "a target with a host names that of the Host header, got another", code="invalid_http")
+    target = b"/" + request.target[found.end() :].removeprefix(b"/")
+    return h11.Request(method=request.method, target=target, headers=request.headers)
 
 
 def _check_head(head: bytes) -> None:

@@ -191,6 +191,20 @@ def test_a_body_of_two_lengths_ends_the_connection() -> None:
     with_server(story)
 
 
+def test_a_target_may_have_the_host() -> None:
+    """As proxies write it. It is the Host's."""
+
+    async def story(server: HttpServer) -> None:
+        for target in (b"http://x/health", b"HTTPS://X/health?a=http://y"):
+            assert statuses(await exchange(server, GET.replace(b"/health", target))) == [200]
+        assert statuses(await exchange(server, GET.replace(b"/health", b"http://x?a"))) == [401]  # of /
+        for target in (b"http://y/health", b"http://x:1/health"):
+            status, text = error_of(await exchange(server, GET.replace(b"/health", target)))
+            assert status == 400 and "Host header, got another" in text
+
+    with_server(story)
+
+
 def test_real_clients_chunks_are_taken() -> None:
     body = json.dumps({"prompt": "a b", "unknown": "u" * 200_000}).encode()
 
