@@ -25,6 +25,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import h11
@@ -203,9 +204,8 @@ def _without_authority(request: h11.Request) -> h11.Request:
     if found is None:
         return request
     if found[1].lower() not in (value.lower() for name, value in request.headers if name == b"host"):
-        raise Problem(400, "a target with a host names that of the Host header, got another", code="invalid_http")
-    target = b"/" + request.target[found.end() :].removeprefix(b"/")
-    return h11.Request(method=request.method, target=target, headers=request.headers)
+        raise Problem(400, "a target with a host needs a Host header with the same", code="invalid_http")
+    return replace(request, target=b"/" + request.target[found.end() :].removeprefix(b"/"))
 
 
 def _check_head(head: bytes) -> None:
